@@ -44,11 +44,7 @@ def answer(model, tokenizer, path, ids, questions, words):
     prompts = torch.cat([ids.expand(len(questions), -1), asked.input_ids.to(ids.device)], 1)  # only questions are read
     mask = torch.cat([torch.ones_like(prompts[:, : ids.shape[1]]), asked.attention_mask.to(ids.device)], 1)
     written = model.generate(
-        prompts,
-        attention_mask=mask,
-        past_key_values=cache.fork(len(questions)),
-        max_new_tokens=words,
-        do_sample=False,
+        prompts, attention_mask=mask, past_key_values=cache.fork(len(questions)), max_new_tokens=words, do_sample=False
     )
     return tokenizer.batch_decode(written[:, prompts.shape[1] :], skip_special_tokens=True)
 

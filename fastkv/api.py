@@ -13,7 +13,7 @@ from torch.nn import Module
 from . import config as settings
 from .budget import Budget
 from .cache import prefill
-from .calibration.vector_map import VectorMap
+from .calibration.fits import VectorMap
 from .config import Config
 from .corrections import Correction
 from .integrations import transformers as engine

@@ -11,11 +11,10 @@ from . import corrections
 from .backend import BACKENDS, INT4_GROUP
 from .budget import HEADS, Budget
 from .calibration.files import check_fitted
+from .calibration.fits import QueryCalibration, VectorMap
 from .calibration.head_shares import HeadShares
 from .calibration.quality import QualityCurve
 from .calibration.quality import load as load_curve
-from .calibration.query_calibration import QueryCalibration
-from .calibration.vector_map import VectorMap
 from .corrections import Correction
 from .errors import FastKVError
 from .policies import Policy, get

@@ -16,8 +16,7 @@ from .budget import Budget
 from .cache.layer import LayerCache
 from .cache.layout import Attends, LayerPlan
 from .cache.workspace import CacheWorkspace
-from .calibration.query_calibration import QueryCalibration
-from .calibration.vector_map import VectorMap
+from .calibration.fits import QueryCalibration, VectorMap
 from .config import BUDGET, EVICT_EVERY, POLICY, WITHOUT_ROTARY, Config, check_shares
 from .corrections import Correction
 from .errors import FastKVError, check_groups, check_shape

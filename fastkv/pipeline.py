@@ -61,11 +61,7 @@ class FastKVTextGenerationPipeline(Pipeline):
         return super().__call__(inputs if context is None else context, **options)
 
     def _sanitize_parameters(
-        self,
-        question: str | None = None,
-        questions: Any = None,
-        max_new_tokens: int | None = None,
-        **options: Any,
+        self, question: str | None = None, questions: Any = None, max_new_tokens: int | None = None, **options: Any
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         asked = [question] if question is not None else questions
         if asked is not None and (not asked or isinstance(asked, str)):

@@ -50,6 +50,23 @@ def seeded():
         yield
 
 
+@pytest.fixture(scope="module")
+def bundled():
+    """The toy model and its tokenizer."""
+    from .toy import load
+
+    return load()
+
+
+@pytest.fixture
+def unwritten_is_nan():
+    """Outputs and scratch of kernels start as NaN, or as a large wrong number: an element nobody writes shows."""
+    from .states import uninitialised_is_nan
+
+    with uninitialised_is_nan():
+        yield
+
+
 @pytest.fixture(autouse=True, scope="session")
 def heads_alike():
     """Heads are alike unless a test says otherwise: models of tests are not calibrated for each."""

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import distributions, version
 from pathlib import Path
 
-from perf.engine import closure, digest
+from perf.engine import digest
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "perf" / "results" / "versions"
@@ -169,7 +169,7 @@ def compile_ahead(target: Target, place: Path, chip: str) -> tuple[int, int, lis
 
 def outcomes(target: Target, place: Path, only: tuple[str, ...]) -> Iterator[Outcome]:
     """Everything that the target asks for, one after the other."""
-    source = digest(closure("fastkv"))
+    source = digest("fastkv")
     there = installed(place, target.package)
     for job, what, name in target.jobs():
         if only and what not in only:

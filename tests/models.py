@@ -2,30 +2,14 @@
 
 import copy
 
+import pytest
 import torch
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+import transformers as hf
 from transformers.cache_utils import Cache
 
 import fastkv
 from fastkv.calibration.files import describe, fingerprint
-from fastkv.calibration.query_calibration import QueryCalibration
+from fastkv.calibration.fits import QueryCalibration
 from fastkv.integrations.transformers.layer import FastKVLayer
 from fastkv.policies import QueryStatistics
 
@@ -62,16 +46,16 @@ MLA = {
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 FAMILIES = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**COMMON)),
-    "mistral": (MistralForCausalLM, MistralConfig(**COMMON, sliding_window=None)),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**COMMON)),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**COMMON)),
-    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**COMMON, **MOE)),
-    "gemma2": (Gemma2ForCausalLM, Gemma2Config(**GEMMA, attn_logit_softcapping=5.0)),
-    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**GEMMA)),
+    "llama": (hf.LlamaForCausalLM, hf.LlamaConfig(**COMMON)),
+    "mistral": (hf.MistralForCausalLM, hf.MistralConfig(**COMMON, sliding_window=None)),
+    "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config(**COMMON)),
+    "qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config(**COMMON)),
+    "qwen3_moe": (hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig(**COMMON, **MOE)),
+    "gemma2": (hf.Gemma2ForCausalLM, hf.Gemma2Config(**GEMMA, attn_logit_softcapping=5.0)),
+    "gemma3": (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig(**GEMMA)),
 }
 # Keys and values are made of one latent for all heads.
-LATENT = {"deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config(**{**COMMON, **MLA}))}
+LATENT = {"deepseek_v3": (hf.DeepseekV3ForCausalLM, hf.DeepseekV3Config(**{**COMMON, **MLA}))}
 # Gemma 2 soft-caps its logits, which sdpa cannot do.
 COMBINATIONS = [
     (name, base) for name in (*FAMILIES, *LATENT) for base in ("eager", "sdpa") if (name, base) != ("gemma2", "sdpa")
@@ -138,3 +122,17 @@ def policy(name, directory, model=None):
     path = directory / "pattern.tsv"
     path.write_text(PATTERN)
     return fastkv.policies.get(name, pattern=str(path))
+
+
+def small(**options):
+    """A budget of 20 tokens, 2 of them sinks and 4 recent."""
+    return fastkv.Budget(**{"tokens": 20, "sinks": 2, "recent": 4, **options})
+
+
+def refused(message, call, *args, **options):
+    """The call raises FastKVError with one sentence that holds the message, which is returned."""
+    with pytest.raises(fastkv.FastKVError) as error:
+        call(*args, **options)
+    text = str(error.value)
+    assert message in text and not text.endswith(".") and "\n" not in text and ";" in text, text
+    return text

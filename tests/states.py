@@ -24,6 +24,11 @@ BACKENDS = ["reference", "cpu", "triton", "auto"]
 OF_ORDER = {None: "none", 0: "mean", 1: "moments"}  # the corrections that read moments of this order
 
 
+def randn(*shape, seed=0, dtype=torch.float64):
+    """The same numbers for every seed and shape."""
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
 def make_spec(scale=1.0, softcap=None, order=None, *, correction=None, **rest):
     """A spec whose correction has a name or, without one, reads moments up to `order`."""
     return Spec(scale, softcap, corrections.get(correction or OF_ORDER[order]), **rest)

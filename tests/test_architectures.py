@@ -15,7 +15,7 @@ from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 from fastkv.integrations.transformers import families, modules, stock
 from fastkv.integrations.transformers.attention import valid_tokens
-from fastkv.integrations.transformers.generate import SLIDING_ROLLBACK
+from fastkv.integrations.transformers.forward import SLIDING_ROLLBACK
 from fastkv.integrations.transformers.layer import FastKVLayer, HybridLayer
 
 from .families import tiny as families_of_tests

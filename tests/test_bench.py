@@ -15,8 +15,7 @@ from fastkv.lab import bench as command
 from fastkv.lab.bench import Bench, Case, Settings, add_arguments, cases_of, checked, contender
 from fastkv.lab.cli import main
 from fastkv.lab.common import FULL
-from fastkv.lab.contenders import Timed, timed, warm_up
-from fastkv.lab.shapes import SHAPES, Memory, Shape, fitting, working_bytes
+from fastkv.lab.shapes import SHAPES, Memory, Shape, Timed, fitting, timed, warm_up, working_bytes
 
 CPU = torch.device("cpu")
 TOY = Shape("llama", (97, 32, 48, 2, 4, 2, 16), (("tie_word_embeddings", False),))

@@ -7,14 +7,10 @@ import fastkv
 from fastkv.integrations.transformers import stock
 from fastkv.integrations.transformers.attention import NAME
 
-from .models import COMBINATIONS, build, compressed_layers, generate, prompt
+from .models import COMBINATIONS, build, compressed_layers, generate, prompt, small
 from .pairwise import covering
 
 TOKENS, EVERY = 20, 5
-
-
-def small(**options):
-    return fastkv.Budget(tokens=TOKENS, sinks=2, recent=4, **options)
 
 
 class Watch:

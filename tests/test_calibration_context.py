@@ -19,15 +19,10 @@ from fastkv.lab import fit_context as context
 from fastkv.lab.fit_context import FILLERS, Triple, english_text, fit, make_triples, residual
 
 from .models import FAMILIES, build
-from .toy import MODEL, MODEL_DIR, calibration_text, load
+from .toy import MODEL, MODEL_DIR, calibration_text
 
 STEEPNESS = st.floats(-50, 50)
 SHARE = st.floats(0, 1)
-
-
-@pytest.fixture(scope="module")
-def bundled():
-    return load()
 
 
 @given(SHARE, STEEPNESS)

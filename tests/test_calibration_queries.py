@@ -7,25 +7,16 @@ import pytest
 import torch
 
 import fastkv
-from fastkv import FastKVError
-from fastkv.calibration.query_calibration import QueryCalibration
+from fastkv.calibration.fits import QueryCalibration
 from fastkv.lab.fit_queries import add_arguments, fit, run
 from fastkv.policies import QueryStatistics
 
-from .models import build, prompt, query_calibration
+from .models import build, prompt, query_calibration, refused
 from .toy import MODEL, MODEL_DIR, generate, load, write
 
 
 def sequences(rows=4, length=40):
     return prompt(batch=rows, length=length, pads=(0,) * rows, seed=5)[0]
-
-
-def refused(message, call, *args):
-    """The call raises FastKVError with one sentence that holds the message."""
-    with pytest.raises(FastKVError) as error:
-        call(*args)
-    text = str(error.value)
-    assert message in text and not text.endswith(".") and "\n" not in text and ";" in text, text
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])

@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import fastkv
-from fastkv import FastKVError
 from fastkv.calibration.files import describe, fingerprint
-from fastkv.calibration.vector_map import FILE, VectorMap, required_r2
+from fastkv.calibration.fits import MAPS, VectorMap, required_r2
 from fastkv.integrations.transformers import rotations
 from fastkv.lab import common, fit_vector
 from fastkv.lab.fit_vector import Sums, add_arguments, fit, pre_rope_pairs, run
 
-from .models import FAMILIES, VOCAB, build, prompt
-from .toy import MODEL, MODEL_DIR, TASKS, generate, load, write
+from .models import FAMILIES, VOCAB, build, prompt, refused
+from .toy import MODEL, MODEL_DIR, TASKS, generate, write
 
 FULL_LAYERS = {"llama": [0, 1, 2, 3], "qwen3": [0, 1, 2, 3], "gemma3": [1, 3]}
 families = pytest.mark.parametrize("name", FULL_LAYERS)
@@ -197,16 +196,6 @@ def test_half_precision_models_are_fitted_in_float64():
     assert (exact.r2[0] - rounded.r2[0]).abs().max() < 2**-8  # the first layer sees embeddings rounded to bf16
 
 
-def refused(message, call, *args, **kwargs):
-    """The call raises FastKVError with one sentence that holds the message."""
-    with pytest.raises(FastKVError) as error:
-        call(*args, **kwargs)
-    text = str(error.value)
-    assert message in text, text
-    assert not text.endswith(".") and "\n" not in text and ";" in text
-    return text
-
-
 def test_fit_refuses_what_it_cannot_fit():
     model, ids = build(), sequences()
     with fastkv.patched(model, budget=64):
@@ -317,9 +306,9 @@ def rewritten(path, **changes):
     """The file with other header entries; None removes one."""
     fitted = example()
     tensors = {f"weight.{i}": w for i, w in fitted.weights.items()} | {f"r2.{i}": r for i, r in fitted.r2.items()}
-    header = {"version": FILE.version, "tokens": 1, "threshold": 0.5, "model": "x", "fingerprint": fitted.fingerprint}
+    header = {"version": MAPS.version, "tokens": 1, "threshold": 0.5, "model": "x", "fingerprint": fitted.fingerprint}
     header = {name: value for name, value in (header | changes).items() if value is not None}
-    save_file(tensors, path, {FILE.header: json.dumps(header)})
+    save_file(tensors, path, {MAPS.header: json.dumps(header)})
 
 
 def test_load_refuses_files_it_cannot_trust(tmp_path):
@@ -333,11 +322,11 @@ def test_load_refuses_files_it_cannot_trust(tmp_path):
     refused("header", VectorMap.load, path, config)
     save_file({"weight.0": torch.zeros(2)}, path, {"format": "pt"})
     refused("header", VectorMap.load, path, config)
-    save_file({"weight.0": torch.zeros(2)}, path, {FILE.header: "[1"})
+    save_file({"weight.0": torch.zeros(2)}, path, {MAPS.header: "[1"})
     refused("damaged", VectorMap.load, path, config)
     rewritten(path)
     VectorMap.load(path, config)
-    rewritten(path, version=FILE.version + 1, fingerprint=None)
+    rewritten(path, version=MAPS.version + 1, fingerprint=None)
     refused("update fastkv", VectorMap.load, path, config)
     for name, value in (("version", "one"), ("tokens", 0.5), ("threshold", "0.5"), ("fingerprint", None), ("model", 3)):
         rewritten(path, **{name: value})
@@ -426,11 +415,6 @@ def test_fingerprint_does_not_depend_on_what_a_config_spells_out():
 
 
 # Text.
-
-
-@pytest.fixture(scope="module")
-def bundled():
-    return load()
 
 
 WORDS = "the old baker waited in the kitchen . a small dog slept near the door . ".split()

@@ -12,20 +12,16 @@ import transformers
 from rich.console import Console
 
 import fastkv
-from fastkv.lab import asking, demo
+from fastkv.lab import demo, reading
 from fastkv.lab.cli import main
 from fastkv.lab.reading import cache_bytes
+from fastkv.prefix import answers
 
 from .processes import of_module, run
-from .toy import MODEL, generate, load
+from .toy import MODEL, generate
 from .toy import text as toy_text
 
 OPTIONS = ("--model", "--text", "--ask", "--context", "--budgets", "--picture", "--quick")
-
-
-@pytest.fixture(scope="module")
-def bundled():
-    return load()
 
 
 @pytest.mark.parametrize("arguments", [[], ["demo"], ["doctor"]], ids=lambda a: " ".join(a) or "fastkv")
@@ -131,7 +127,7 @@ def test_the_demo_measures_each_cache(bundled):
     task = demo.task_of(tokenizer, Namespace(**words))
     shown = []
     row = demo.Row("full", 0, 0.0)
-    cache = asking.read(model, task.ids)
+    cache = reading.read(model, task.ids)
     demo.answer(model, tokenizer, cache, task, row, lambda: shown.append(row.answers[0]))
     assert 1 < len(shown) <= demo.WORDS and all(row.answers[0].startswith(part.strip()) for part in shown)
     rows = demo.compared(model, tokenizer, task, ("4x",), Console(quiet=True))
@@ -191,19 +187,19 @@ def test_the_demo_asks_as_if_each_question_were_the_only_one(bundled):
     asked[1] = asked[1][-5:]  # they may differ in length
     for how in (nullcontext(), fastkv.patched(model, "fastkv", fastkv.Budget(tokens=128, recent=16))):
         with how:
-            cache = asking.read(model, seen)
+            cache = reading.read(model, seen)
             before = cache_bytes(cache)
-            together = asking.answers(model, tokenizer, cache, seen, asked, 4)
-            apart = [asking.answers(model, tokenizer, asking.read(model, seen), seen, [one], 4)[0] for one in asked]
+            together = answers(model, tokenizer, cache, seen, asked, 4)
+            apart = [answers(model, tokenizer, reading.read(model, seen), seen, [one], 4)[0] for one in asked]
             assert together == apart and cache_bytes(cache) == before and cache.get_seq_length() == seen.shape[1]
             plain = []
             for one in asked:
-                past, new, written = asking.read(model, seen), torch.tensor([one]), []
+                past, new, written = reading.read(model, seen), torch.tensor([one]), []
                 for _ in range(4):
                     new = model(new, past_key_values=past).logits[:, -1:].argmax(-1)
                     written.append(int(new))
                 plain.append(written)
         assert [own[: len(one)] for own, one in zip(plain, together)] == together
-        answers = [tokenizer(answer, add_special_tokens=False).input_ids for answer in sample.answers]
+        wanted = [tokenizer(answer, add_special_tokens=False).input_ids for answer in sample.answers]
         if isinstance(how, nullcontext):
-            assert together[0] == answers[0] and together[2] == answers[2]
+            assert together[0] == wanted[0] and together[2] == wanted[2]

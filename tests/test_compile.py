@@ -7,7 +7,7 @@ from transformers import CompileConfig
 import fastkv
 from fastkv.errors import FastKVError
 
-from .models import VOCAB, build, compressed_layers, generate, prompt
+from .models import VOCAB, build, compressed_layers, generate, prompt, small
 from .pairwise import named
 from .test_vector_cache import mapping
 
@@ -53,10 +53,6 @@ def decode(model, step, cache, token, steps, start):
         found.append(out.logits)
         token = out.logits[:, -1:].argmax(-1).clone()
     return torch.cat(found, 1)
-
-
-def small(**options):
-    return fastkv.Budget(tokens=20, sinks=2, recent=4, **options)
 
 
 def compiled(name, policy, options, static, every=EVERY):

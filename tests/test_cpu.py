@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkv import ops, reference
-from fastkv.cpu import compiled, joins, peaks
+from fastkv.cpu import compiled
 from fastkv.cpu import operations as cpu
 from fastkv.reference import Centroids, Moments, centroids, unpack
 
@@ -445,10 +445,10 @@ def test_most_attended_is_that_of_the_reference(dtype, cap):
 def test_compiled_peaks_depend_on_neither_batch_nor_threads():
     q, keys, threads = torch.randn(3, 4, 40, 64), torch.randn(3, 2, 70, 64), torch.get_num_threads()
     valid, asked = torch.rand(3, 2, 70) < 0.8, torch.rand(3, 40) < 0.8
-    whole = peaks.peaks(q, keys, SCALE, None, valid, asked, None)
+    whole = cpu.peaks(q, keys, SCALE, None, valid, asked, None)
     torch.set_num_threads(1)
     alone = [
-        peaks.peaks(q[i : i + 1], keys[i : i + 1], SCALE, None, valid[i : i + 1], asked[i : i + 1], None)
+        cpu.peaks(q[i : i + 1], keys[i : i + 1], SCALE, None, valid[i : i + 1], asked[i : i + 1], None)
         for i in range(3)
     ]
     torch.set_num_threads(threads)
@@ -486,7 +486,7 @@ def test_compiled_joins_are_those_of_the_reference(num, fresh, dims, dtype, shar
     for step in range(4):
         rows = leaving(2, 3, fresh, dims, seed + step, share)
         want = apart(mine).add(*rows)
-        joins.join(mine, *rows)
+        cpu.join(mine, *rows)
         assert torch.equal(mine.count, want.count)
         # A mean in bf16 is rounded up or down by its last bits.
         allowed = 2e-6 if dtype == torch.float32 else 1 / 64
@@ -498,7 +498,7 @@ def test_compiled_joins_are_those_of_the_reference(num, fresh, dims, dtype, shar
 def test_no_token_is_lost_where_costs_overflow():
     mine = Centroids.empty(1, 2, 4, 16, 16)
     keys, values, inside = leaving(1, 2, 16, (16, 16), 0)
-    joins.join(mine, 1e30 * keys, values, inside)
+    cpu.join(mine, 1e30 * keys, values, inside)
     assert torch.equal(mine.count.sum(-1), inside.sum(-1).float())
 
 
@@ -509,7 +509,7 @@ def test_a_prompt_joins_block_by_block(monkeypatch):
         mine = Centroids.empty(1, 2, num, 16, 16, dtype=torch.bfloat16)
         rows = leaving(1, 2, fresh, (16, 16), fresh, 0.9)
         want = mine.add(*rows)
-        joins.join(mine, *rows)
+        cpu.join(mine, *rows)
         assert torch.equal(mine.count, want.count)
         assert torch.allclose(mine.keys.float(), want.keys.float(), rtol=1 / 64, atol=1e-4)
 
@@ -519,7 +519,7 @@ def test_rounds_are_as_coarse_as_in_the_reference():
     mine = Centroids.empty(1, 2, 90, 16, 16)
     rows = leaving(1, 2, 500, (16, 16), 0, 1.1)
     want = mine.add(*rows)  # of 500, 250, 188, ...: more than ROOMY * 90, SETTLED and fewer
-    joins.join(mine, *rows)
+    cpu.join(mine, *rows)
     assert torch.equal(mine.count, want.count)
 
 
@@ -531,7 +531,7 @@ def test_compiled_joins_carry_what_is_rounded_away():
     for step in range(40):
         keys = 1 + torch.arange(8 * 16).remainder(7 + step % 3).view(1, 1, 8, 16) / 300
         want = want.add(keys, keys, ones)
-        joins.join(mine, keys, keys, ones)
+        cpu.join(mine, keys, keys, ones)
     assert torch.equal(mine.count, want.count)
     apart_by = mine.keys.float() - want.keys.float()  # some differ by a bit, as many up as down
     assert abs(float(apart_by.mean())) < 1e-3 and float(apart_by.abs().max()) < 0.01
@@ -543,10 +543,10 @@ def test_compiled_joins_depend_on_neither_batch_nor_threads(dtype):
     rows, threads = leaving(3, 2, 16, (64, 64), 5), torch.get_num_threads()
     whole = Centroids.empty(3, 2, 9, 64, 64, dtype=dtype)
     alone = [Centroids.empty(1, 2, 9, 64, 64, dtype=dtype) for _ in range(3)]
-    joins.join(whole, *rows)
+    cpu.join(whole, *rows)
     torch.set_num_threads(1)
     for row, parts in enumerate(alone):
-        joins.join(parts, *(part[row : row + 1] for part in rows))
+        cpu.join(parts, *(part[row : row + 1] for part in rows))
         assert all(torch.equal(one[0], many[row]) for one, many in zip(parts.tensors(), whole.tensors()))
     torch.set_num_threads(threads)
 
@@ -555,9 +555,9 @@ def test_compiled_joins_depend_on_neither_batch_nor_threads(dtype):
 def test_masked_tokens_are_not_read():
     keys, values, inside = leaving(1, 2, 16, (16, 16), 3, 0.5)
     want, mine = (Centroids.empty(1, 2, 5, 16, 16) for _ in range(2))
-    joins.join(want, keys, values, inside)
+    cpu.join(want, keys, values, inside)
     hidden = ~inside[..., None]
-    joins.join(mine, keys.masked_fill(hidden, float("nan")), values.masked_fill(hidden, float("nan")), inside)
+    cpu.join(mine, keys.masked_fill(hidden, float("nan")), values.masked_fill(hidden, float("nan")), inside)
     assert all(torch.equal(found, exact) for found, exact in zip(mine.tensors(), want.tensors()))
 
 

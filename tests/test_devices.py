@@ -14,7 +14,7 @@ from fastkv.cpu import operations
 from fastkv.errors import FastKVError
 from fastkv.integrations.transformers.cache import is_static
 
-from .models import build, compressed_layers, generate, prompt
+from .models import build, compressed_layers, generate, prompt, small
 
 HALVES = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
 HALVES |= {f"model.layers.{layer}": "cpu" for layer in range(4)}
@@ -24,10 +24,6 @@ CASES = [
     ("gemma3", "keydiff", {}),
     ("llama", "criticalkv", {}),
 ]
-
-
-def small(**options):
-    return fastkv.Budget(tokens=20, sinks=2, recent=4, **options)
 
 
 def wanted(name, policy, options):

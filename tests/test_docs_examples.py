@@ -37,11 +37,6 @@ def name(path):
     return str(path.relative_to(ROOT))
 
 
-@pytest.fixture(scope="module")
-def bundled():
-    return load()
-
-
 class LLM:
     """vLLM's, as far as fastkv is concerned."""
 

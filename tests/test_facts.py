@@ -5,7 +5,7 @@ import random
 import pytest
 
 from fastkv import FastKVError
-from fastkv.lab import facts, texts
+from fastkv.lab import facts
 
 from . import toy
 
@@ -49,8 +49,8 @@ def test_numbers_are_right_with_separators():
 
 
 def test_python_brings_texts():
-    assert all(len(texts.read(source)) > 100_000 for source in texts.SOURCES)
-    assert '"""' not in texts.read("code")[:2000]
+    assert all(len(facts.read(source)) > 100_000 for source in facts.SOURCES)
+    assert '"""' not in facts.read("code")[:2000]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_python_brings_texts():
     [
         (lambda t: facts.sample(t, 60, 0), "no room"),
         (lambda t: facts.sample(t, 2000, 0, split="all"), "split must be one of"),
-        (lambda t: texts.read("nowhere.txt"), "or a file, got 'nowhere.txt'"),
+        (lambda t: facts.read("nowhere.txt"), "or a file, got 'nowhere.txt'"),
         (lambda t: facts.stretch(t, "topics", 10**9, random.Random(0)), "expected 1000000000 or more"),
     ],
 )
@@ -71,4 +71,4 @@ def test_files_that_are_no_text(tmp_path):
     file = tmp_path / "text.txt"
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(FastKVError, match="not UTF-8"):
-        texts.read(str(file))
+        facts.read(str(file))

@@ -166,7 +166,7 @@ def test_a_page_says_what_was_found():
     assert lists.table(text, "Not tried") == {"none": ["no weights"]}
     assert lists.tested(found) == (
         'TESTED_WITH = "5.0"  # of transformers\n'
-        'TESTED = {\n    "good": "all features but odd",\n    "limited": "all features but blocks, sdpa",\n}\n'
+        'FOUND = {\n    "all features but blocks, sdpa": """limited""",\n    "all features but odd": """good""",\n}\n'
     )
 
 
@@ -182,7 +182,7 @@ def test_the_command_keeps_and_writes(tmp_path, monkeypatch, capsys):
     assert main(["--types", "llama,bloom", "--missing", "--write", *kept]) == 0
     assert "1/" not in capsys.readouterr().out
     assert lists.table((tmp_path / "models.md").read_text(), "Tested").keys() == {"llama"}
-    assert f'TESTED = {{\n    "llama": "{lists.summary(CHECKS)}",\n}}\n' in code.read_text()
+    assert f'FOUND = {{\n    "{lists.summary(CHECKS)}": """llama""",\n}}\n' in code.read_text()
     assert code.read_text().partition(lists.END)[2] == lists.CODE.read_text().partition(lists.END)[2]
     main(["--list"])
     assert "mistral:windows-only" in capsys.readouterr().out.split()

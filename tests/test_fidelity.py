@@ -23,7 +23,7 @@ from fastkv.lab.fidelity import add_arguments, measure, read_full, run
 
 from .models import build, policy, prompt
 from .test_vector_cache import mapping
-from .toy import MODEL, MODEL_DIR, load
+from .toy import MODEL, MODEL_DIR
 from .toy import text as toy_text
 
 STEPS = 12
@@ -210,11 +210,6 @@ def test_errors_and_next_tokens_equal_brute_force():
     targets = tokens[:, -STEPS + 1 :, None]
     ratio = (p[:, :-1].gather(-1, targets) / r[:, :-1].gather(-1, targets)).log()[..., 0]
     torch.testing.assert_close(got.excess, ratio)
-
-
-@pytest.fixture(scope="module")
-def bundled():
-    return load()
 
 
 def filled(model, rule, budget, rows=3, **options):

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastkv
-from fastkv import Budget, FastKVAttention, FastKVCache, FastKVError, HeadShares, calibrate_heads
+from fastkv import Budget, FastKVAttention, FastKVCache, HeadShares, calibrate_heads
 from fastkv.calibration.files import describe, fingerprint
 from fastkv.calibration.head_shares import KEEPS, weights_digest
 from fastkv.integrations.transformers import calibrate
 
-from .models import build, generate, prompt
+from .models import build, generate, prompt, refused
 from .test_vector_cache import mapping
 
 HEADS, LAYERS = 2, 4
@@ -29,14 +29,6 @@ def shares_of(model=None, seed=0, heads=(HEADS,) * LAYERS):
     if model is not None:
         known = (fingerprint(model.config), describe(model.config), weights_digest(model))
     return HeadShares(table.half(), tuple(heads), *known, tokens=1)
-
-
-def refused(message, call, *args, **options):
-    """The call raises FastKVError with one sentence that holds the message."""
-    with pytest.raises(FastKVError) as error:
-        call(*args, **options)
-    text = str(error.value)
-    assert message in text and not text.endswith(".") and "\n" not in text and ";" in text, text
 
 
 # What they come to.

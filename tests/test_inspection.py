@@ -14,22 +14,7 @@ from transformers import DynamicCache, GPTJConfig, GPTJForCausalLM
 
 from fastkv import FastKVError
 from fastkv.lab import inspection as geometry
-from fastkv.lab.inspection import (
-    MOST,
-    MOST_POINTS,
-    Dimensions,
-    add_arguments,
-    dimensions,
-    explain,
-    mean,
-    measure,
-    measure_layer,
-    nearest_distances,
-    read,
-    run,
-    table_of,
-    tokens_of,
-)
+from fastkv.lab.inspection import mean, measure, measure_layer, nearest_distances, read, table_of, tokens_of
 
 from .models import build
 from .toy import MODEL, generate, load
@@ -103,7 +88,7 @@ CLOUDS = {
 def test_estimators_recover_known_dimensions(name):
     """Within 10 % up to dimension 5. At 8 most of a cube is boundary, where neighbours are missing, which reads low."""
     cloud, local, flat = CLOUDS[name]
-    got = dimensions(embedded(cloud, 24))
+    got = geometry.dimensions(embedded(cloud, 24))
     assert got.pca == flat
     low = 0.9 if local <= 5 else 0.8
     assert low * local <= got.two_nn <= 1.1 * local
@@ -166,7 +151,7 @@ def test_levina_bickel_averages_inverses(k):
 def test_rotation_scaling_and_shift_change_nothing(seed, num, dim, size, shift):
     points = normal(num, dim, seed=seed)
     moved = size * (points @ rotation(dim, seed + 1)) + size * shift
-    before, after = dimensions(points), dimensions(moved)
+    before, after = geometry.dimensions(points), geometry.dimensions(moved)
     assert after.two_nn == pytest.approx(before.two_nn, rel=1e-6)
     assert after.mle == pytest.approx(before.mle, rel=1e-6)
     eigenvalues = torch.linalg.eigvalsh(points.T.cov(correction=0).reshape(dim, dim)).flip(0)
@@ -185,7 +170,7 @@ def test_rotation_scaling_and_shift_change_nothing(seed, num, dim, size, shift):
 def test_every_cloud_has_a_finite_dimension(seed, num, dim, values, dtype):
     """Grids with repeated points, down to a single point or none."""
     points = (torch.randint(0, values, (num, dim), generator=seeded(seed)) * 0.1).to(dtype)
-    got = dimensions(points)
+    got = geometry.dimensions(points)
     different = len({tuple(row) for row in points.tolist()})
     assert 0 <= got.pca <= min(dim, max(0, different - 1))
     for estimate in (got.two_nn, got.mle):
@@ -197,7 +182,7 @@ def test_every_cloud_has_a_finite_dimension(seed, num, dim, values, dtype):
 
 def test_equal_points_have_no_dimension_although_their_mean_is_rounded():
     for num in (3, 7, 1000):
-        assert dimensions(torch.full((num, 4), 0.1, dtype=torch.float64)) == Dimensions(0, 0.0, 0.0)
+        assert geometry.dimensions(torch.full((num, 4), 0.1, dtype=torch.float64)) == geometry.Dimensions(0, 0.0, 0.0)
 
 
 def test_repeated_points_count_once_for_neighbours():
@@ -210,13 +195,13 @@ def test_repeated_points_count_once_for_neighbours():
 
 
 def test_many_points_are_sampled_the_same_way_every_time():
-    points = embedded(uniform(3 * MOST_POINTS, 3), 8)
+    points = embedded(uniform(3 * geometry.MOST_POINTS, 3), 8)
     state = torch.random.get_rng_state()
-    first = dimensions(points)
+    first = geometry.dimensions(points)
     torch.rand(7)
-    assert dimensions(points) == first
+    assert geometry.dimensions(points) == first
     torch.random.set_rng_state(state)
-    dimensions(points)
+    geometry.dimensions(points)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert first.two_nn == pytest.approx(3, rel=0.1) and first.mle == pytest.approx(3, rel=0.1)
     assert two_nn(points) == first.two_nn and levina_bickel(points) == first.mle
@@ -311,14 +296,14 @@ def test_keys_that_are_all_equal_or_zero_give_finite_numbers():
 
 def options(*arguments):
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    geometry.add_arguments(parser)
     return parser.parse_args([str(argument) for argument in ("--model", MODEL, *arguments)])
 
 
 def inspect(*arguments, width=112):
     """The report and what was printed."""
     printed = io.StringIO()
-    return run(options(*arguments), Console(file=printed, width=width)), printed.getvalue()
+    return geometry.run(options(*arguments), Console(file=printed, width=width)), printed.getvalue()
 
 
 @pytest.mark.parametrize("width", (80, 120))
@@ -345,7 +330,7 @@ def test_the_bundled_model_is_inspected_from_end_to_end(width, tmp_path):
     model(ids, past_key_values=cache)
     for layer, stored, row in zip(report.layers, cache.layers, rows.values()):
         keys = stored.keys[0].double()
-        wanted = [dimensions(head) for head in keys]
+        wanted = [geometry.dimensions(head) for head in keys]
         assert layer["pca"] == [one.pca for one in wanted]
         assert layer["two_nn"] == pytest.approx([one.two_nn for one in wanted], rel=1e-4)
         assert layer["mle"] == pytest.approx([one.mle for one in wanted], rel=1e-4)
@@ -378,8 +363,8 @@ def test_by_default_no_more_is_read_than_the_model_and_the_defaults_allow():
     _, tokenizer = load()
     text = generate("facts", 6000, seed=0).context
     asked = options("--text", "text.txt")
-    assert [len(tokens_of(text, tokenizer, longest, asked)) for longest in (300, 8192)] == [300, MOST]
-    assert len(tokens_of(text, tokenizer, 8192, options())) == MOST
+    assert [len(tokens_of(text, tokenizer, longest, asked)) for longest in (300, 8192)] == [300, geometry.MOST]
+    assert len(tokens_of(text, tokenizer, 8192, options())) == geometry.MOST
     whole = tokens_of(text, tokenizer, 8192, options("--context", 5000))
     assert whole.tolist() == tokenizer(text).input_ids[:5000]
 
@@ -402,7 +387,7 @@ def test_a_model_whose_rotation_is_not_known_lacks_two_columns_and_says_why():
     ids = torch.randint(0, 50, (300,), generator=seeded())
     report = measure(model, ids, options("--model", "gpt", "--text", "words"), Console(file=io.StringIO()))
     assert all(layer["rank"] is layer["leverage"] is None for layer in report.layers)
-    assert "no rotary embedding" in explain(report)
+    assert "no rotary embedding" in geometry.explain(report)
     printed = io.StringIO()
     Console(file=printed, width=120).print(table_of(report))
     assert [line.split()[-2:] for line in printed.getvalue().splitlines()[2:]] == [["-", "-"]] * 2

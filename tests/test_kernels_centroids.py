@@ -16,9 +16,10 @@ from fastkv.reference import Centroids
 from . import states
 from .conftest import examples
 from .states import DEVICE, make_spec, make_state
-from .test_kernels_decode import NAN, SCALE, Case, check, poisoned, split
+from .test_kernels_decode import NAN, SCALE, Case, check, split
 
-__all__ = ["poisoned", "split"]  # fixtures
+__all__ = ["split"]  # a fixture
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = {  # batch, KV heads, groups, head_dim, slots, lengths, evicted, centroids
     "llama": (1, 2, 4, 128, 40, (39, 7), (60, 5), 17),

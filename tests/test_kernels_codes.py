@@ -23,18 +23,14 @@ from . import test_kernels_evict as evict
 from . import test_kernels_prefill as prefill
 from .conftest import examples
 from .pairwise import covering
-from .states import DEVICE, assert_same, copied, encoded, in_pages, make_spec, make_state, splits, uninitialised_is_nan
+from .states import DEVICE, assert_same, copied, encoded, in_pages, make_spec, make_state, splits
 
 SLOTS = ["int8", "fp8", "int4", "k8v4"]
 SPEC = make_spec(order=1)
 each_format = pytest.mark.parametrize("slots", SLOTS)
 
 
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Everything the kernels must write starts as NaN."""
-    with uninitialised_is_nan():
-        yield
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 
 @triton.jit

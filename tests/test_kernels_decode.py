@@ -32,11 +32,7 @@ SCALE = 0.17
 NAN = float("nan")
 
 
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Everything the kernels must write starts as NaN."""
-    with states.uninitialised_is_nan():
-        yield
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 
 def cycled(numbers, batch, heads):

@@ -13,17 +13,14 @@ from fastkv.kernels.prefill_attention import prefill_attention
 from . import flash_attn
 from . import test_kernels_codes as codes
 from .pairwise import covering
-from .states import in_pages, make_spec, uninitialised_is_nan
+from .states import in_pages, make_spec
 from .test_kernels_prefill import case, check
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CALL = [("flash_attn_varlen_func", 140, -1)]
 
 
-@pytest.fixture(autouse=True)
-def poisoned_outputs():
-    with uninitialised_is_nan():
-        yield
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 
 @pytest.fixture(autouse=True)

@@ -12,17 +12,14 @@ from fastkv.reference import Centroids, Moments
 
 from .conftest import examples
 from .pairwise import covering
-from .states import copied, make_spec, make_state, sinks, uninitialised_is_nan
+from .states import copied, make_spec, make_state, sinks
 
 # The interpreter truncates fp32 to bf16 where the GPU rounds: weights and outputs lose up to one unit in the last
 # place.
 ATOL = {torch.float32: 2e-6, torch.float16: 2e-4, torch.bfloat16: 1.6e-2}
 
 
-@pytest.fixture(autouse=True)
-def poisoned_outputs():
-    with uninitialised_is_nan():
-        yield
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 
 def case(batch=2, heads=1, groups=2, dim=64, value_dim=None, slots=40, held=None, num=9, dtype=torch.float32,

@@ -14,16 +14,12 @@ from fastkv.reference import Moments, Selection
 
 from .conftest import examples
 from .pairwise import covering, named
-from .states import DEVICE, copied, make_spec, make_state, uninitialised_is_nan
+from .states import DEVICE, copied, make_spec, make_state
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@pytest.fixture(autouse=True)
-def poisoned_scratch():
-    """Outputs and scratch start as NaN, or as a large wrong number: an element nobody writes shows."""
-    with uninitialised_is_nan():
-        yield
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 
 def check_select(scores, positions, valid, protected, tokens):

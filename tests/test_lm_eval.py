@@ -21,10 +21,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fastkv
 import fastkv.lab
 from fastkv import Budget, FastKVError
-from fastkv.lab import asking, ruler
+from fastkv.lab import reading, ruler
 from fastkv.lab.common import FULL, to_budget
 from fastkv.lab.harness import Row, Score, add_arguments, load_tasks, metadata_of, run, scores_of, table_of
 from fastkv.lab.plugins import FastKVLM
+from fastkv.prefix import answers
 
 from .test_ruler import toy_bpe
 from .toy import MODEL, MODEL_DIR, generate, load
@@ -225,9 +226,9 @@ def test_a_question_comes_later_where_the_task_says_what_it_is(compressed, stock
     for cache in ((FULL,), ("momentkv", LARGE)):
         assert asked(doc, cache=cache, question="later").strip() == want.strip()
     small = asked(doc, cache=("snapkv", 64), question="later")
-    split = asking.split(compressed.tokenizer, prompt, sample.questions[0])
-    read = asking.read(compressed.patched, split[0])
-    (alone,) = asking.answers(compressed.patched, compressed.tokenizer, read, split[0], split[1].tolist(), 4)
+    split = reading.split(compressed.tokenizer, prompt, sample.questions[0])
+    read = reading.read(compressed.patched, split[0])
+    (alone,) = answers(compressed.patched, compressed.tokenizer, read, split[0], split[1].tolist(), 4)
     assert small == compressed.tok_decode(alone).partition(" .")[0]
     assert asked(doc, cache=("snapkv", 64), question="seen") != small, "snapkv looks at the question"
     for doc in ({}, {"question": "another"}):

@@ -11,24 +11,19 @@ from torch._dynamo.utils import counters
 
 import fastkv
 from fastkv import Budget, FastKVAttention, FastKVError
-from fastkv.calibration.query_calibration import QueryCalibration
-from fastkv.calibration.vector_map import VectorMap
+from fastkv.calibration.fits import QueryCalibration, VectorMap
 from fastkv.integrations.transformers import rotations
 from fastkv.integrations.transformers.layer import FastKVLayer
 from fastkv.policies import Policy, QueryStatistics
 from fastkv.rotary import Rotary
 
-from .models import build, generate, policy, prompt
+from .models import build, generate, policy, prompt, small
 from .pairwise import each, named
 from .test_refusals import sentence
 
 B, HQ, HKV, D = 2, 4, 2, 16
 TOKENS, EVERY = 20, 5
 NAMES = [name for name in fastkv.policies.names() if not fastkv.policies.get(name).second_reading]
-
-
-def small(**options):
-    return Budget(**{"tokens": TOKENS, "sinks": 2, "recent": 4, **options})
 
 
 def fresh(chosen="keydiff", budget=None, **options):

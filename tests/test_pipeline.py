@@ -7,7 +7,8 @@ import transformers
 import fastkv
 import fastkv.pipeline
 from fastkv import FastKVError
-from fastkv.lab import asking
+from fastkv.lab import reading
+from fastkv.prefix import answers
 
 from .processes import run
 from .toy import generate, load
@@ -36,7 +37,7 @@ def test_questions_to_a_context_that_is_read_once(parts):
     for question, answer in zip(sample.questions, said):
         rows = [tokenizer(f"\n{question}", add_special_tokens=False).input_ids]
         with fastkv.patched(model, "keydiff", 256):
-            (want,) = asking.answers(model, tokenizer, asking.read(model, ids), ids, rows, 4)
+            (want,) = answers(model, tokenizer, reading.read(model, ids), ids, rows, 4)
         assert answer == tokenizer.decode(want, skip_special_tokens=True).strip()
         assert ask(context=sample.context, question=question) == {"answer": answer}
 

@@ -14,24 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastkv
 from fastkv import FastKVError, ops
-from fastkv.policies import (
-    H2O,
-    TOVA,
-    CriticalKV,
-    DuoAttention,
-    KVzip,
-    MomentKV,
-    PyramidKV,
-    SecondReading,
-    Shares,
-    SnapKV,
-)
+from fastkv.policies import H2O, TOVA, CriticalKV, DuoAttention, KVzip, MomentKV, PyramidKV, SnapKV
 from fastkv.reference import Moments, most_attended, output_norms
 from fastkv.reference import attention as kvzip
 from fastkv.reference import scores as output
 
 from .models import build, generate, prompt
-from .states import changed, make_signals
+from .states import changed, make_signals, randn
 
 F64 = torch.float64
 B, HEADS, GROUP, DIM, HIDDEN, SCALE = 2, 2, 3, 4, 5, 0.4
@@ -48,10 +37,6 @@ POLICIES = {
     "momentkv order 0": MomentKV(residual_order=0),
 }
 every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=list(POLICIES))
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 def make(num=13, seed=0, **changes):
@@ -245,7 +230,11 @@ def test_h2o_in_blocks_equals_the_column_sums_of_the_whole_matrix(blocks):
 
 
 def test_h2o_asks_for_every_query_and_half_of_the_budget_for_recent_tokens():
-    assert H2O().observation is None and H2O().shares == Shares(recent=0.5) and H2O(recent=0.25).shares.recent == 0.25
+    assert (
+        H2O().observation is None
+        and H2O().shares == fastkv.policies.Shares(recent=0.5)
+        and H2O(recent=0.25).shares.recent == 0.25
+    )
     for recent in (-0.1, 1.1, math.nan):
         with pytest.raises(FastKVError, match="recent must be a share"):
             H2O(recent=recent)
@@ -299,7 +288,7 @@ def test_kvzip_remembers_the_largest_weight_and_scores_generated_tokens_by_atten
     later = replace(signals, decoding=True)
     assert torch.equal(policy.remember(later), signals.memory)
     assert policy.score(later).flatten().tolist() == [old or new for old, new in zip(before, now)]
-    assert policy.second_reading == SecondReading(2048) and "memory" in policy.needs
+    assert policy.second_reading == fastkv.policies.SecondReading(2048) and "memory" in policy.needs
 
 
 def test_kvzip_hyper_parameters_are_checked():

@@ -25,7 +25,7 @@ from fastkv.rotary import Rotary
 from tests.models import build
 
 from .conftest import examples
-from .states import changed, make_signals
+from .states import changed, make_signals, randn
 from .test_no_sync import Crossings
 
 F64 = torch.float64
@@ -62,10 +62,6 @@ POLICIES = {
 }
 each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 both_times = pytest.mark.parametrize("decoding", [False, True], ids=["prompt", "decode"])
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
 def made(held=9, new=11, batch=2, heads=2, seed=0, decoding=False, pads=(0, 3), holes=(2, 0), dtype=None, dim=DIM):

@@ -11,19 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastkv import ops
+from fastkv import ops, policies
 from fastkv.errors import FastKVError
-from fastkv.policies import (
-    RKV,
-    CriticalKV,
-    ExpectedAttention,
-    FastKV,
-    FastKVReread,
-    LagKV,
-    QueryStatistics,
-    Reread,
-    TriAttention,
-)
+from fastkv.policies import RKV, CriticalKV, ExpectedAttention, FastKV, FastKVReread, LagKV, TriAttention
 from fastkv.policies import rkv as rkv_file
 from fastkv.rotary import Rotary
 
@@ -60,7 +50,7 @@ def signals_of(decoding=False, seed=0, tokens=TOKENS, **options):
         keys=signals.keys + alike,
         tokens=tokens,
         attention=torch.where(signals.valid, attention, NAN),
-        query_statistics=QueryStatistics(mean.float(), excess.float()),
+        query_statistics=policies.QueryStatistics(mean.float(), excess.float()),
     )
 
 
@@ -248,7 +238,7 @@ def test_a_second_reading_says_what_was_looked_up():
     """Of tokens that were read twice N is their largest attention times the length of their value."""
     signals = signals_of()
     received = randn(*signals.valid.shape, seed=3).sigmoid().float()
-    reread = Reread(received, signals.queries[:, :, :0], signals.valid[:, 0, :0])
+    reread = policies.Reread(received, signals.queries[:, :, :0], signals.valid[:, 0, :0])
     twice = FastKVReread().remember(replace(signals, reread=reread))
     want = received * signals.values.float().norm(dim=-1)
     torch.testing.assert_close(twice[signals.valid], want[signals.valid])

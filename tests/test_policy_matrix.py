@@ -10,17 +10,13 @@ import fastkv
 from fastkv.errors import FastKVError
 from fastkv.policies import Policy
 
-from .models import build, generate, policy, prompt
+from .models import build, generate, policy, prompt, small
 from .pairwise import FOLLOWERS, covering, each
 
 TOKENS, EVERY = 20, 7
 NAMES = fastkv.policies.names()
 ADAPTIVE = [one.name for one in fastkv.policies.ALL if one.adaptive]
 IN_BLOCKS = [name for name in NAMES if not fastkv.policies.get(name).second_reading]
-
-
-def small(**options):
-    return fastkv.Budget(tokens=TOKENS, sinks=2, recent=4, **options)
 
 
 def check(cache, seen, every=EVERY):

@@ -9,8 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastkv
 from fastkv import FastKVError
-from fastkv.lab import asking, facts, pretrained
+from fastkv.lab import facts, pretrained, reading
 from fastkv.lab.cli import main
+from fastkv.prefix import answers
 
 from .toy import MODEL, MODEL_DIR
 
@@ -159,11 +160,11 @@ def test_smollm2_answers(smollm2):
     model, tokenizer = smollm2
     sample = facts.sample(tokenizer, 1024, 1, "topics", "tuning")
     seen, asked = torch.tensor([sample.prefix]), [question.ids for question in sample.questions]
-    said = asking.answers(model, tokenizer, asking.read(model, seen), seen, asked, 24)
+    said = answers(model, tokenizer, reading.read(model, seen), seen, asked, 24)
     texts = [tokenizer.decode(one) for one in said]
     assert sum(question.answered_by(text) for question, text in zip(sample.questions, texts)) >= 3
     with fastkv.patched(model, "kvzip", fastkv.Budget(tokens=1100)):  # holds everything
-        kept = asking.answers(model, tokenizer, asking.read(model, seen), seen, asked, 24)
+        kept = answers(model, tokenizer, reading.read(model, seen), seen, asked, 24)
     assert kept == said
 
 

@@ -6,8 +6,7 @@ import torch
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, policies
 from fastkv.integrations.transformers.stock import CACHE
-from fastkv.lab import asking
-from fastkv.lab.reading import Reading
+from fastkv.lab.reading import Reading, read
 
 from .models import build
 
@@ -71,7 +70,7 @@ def test_logits_are_the_stock_models(model, reading):
 
 def test_full_is_the_stock_cache(model, reading):
     fastkv.unpatch(model)
-    cache, other = reading.full(), asking.read(model, reading.ids)
+    cache, other = reading.full(), read(model, reading.ids)
     assert cache.get_seq_length() == 150 and len(cache.layers) == len(other.layers)
     for own, stock in zip(cache.layers, other.layers):
         assert torch.equal(own.keys, stock.keys) and torch.equal(own.values, stock.values)

@@ -6,13 +6,9 @@ import torch
 from fastkv.errors import FastKVError
 from fastkv.reference import Moments, decode_attention, merge_partials, prefill_attention
 
-from .states import make_spec, make_state
+from .states import make_spec, make_state, randn
 
 F64 = torch.float64
-
-
-def randn(*shape, seed=0, dtype=F64):
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
 def brute_force(q, keys, values, scale, softcap=None):

@@ -4,18 +4,10 @@ import pytest
 import torch
 
 from fastkv.errors import FastKVError
-from fastkv.reference.geometry import (
-    LEVERAGE_METHODS,
-    METRICS,
-    leverage_scores,
-    manifold_scores,
-    noncausal_attention_mass,
-    sketch_matrix,
-)
+from fastkv.reference import leverage_scores, manifold_scores, noncausal_attention_mass
+from fastkv.reference.geometry import LEVERAGE_METHODS, METRICS, sketch_matrix
 
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from .states import randn
 
 
 @pytest.mark.parametrize("metric", METRICS)

@@ -8,11 +8,9 @@ from hypothesis import strategies as st
 from fastkv.errors import FastKVError
 from fastkv.reference import chunk_mean, keydiff_scores, random_scores, window_attention, window_scores
 
+from .states import randn
+
 F64 = torch.float64
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 def cosine(a, b):

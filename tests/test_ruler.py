@@ -13,11 +13,10 @@ import fastkv
 from fastkv import FastKVError
 from fastkv.lab import needles, ruler
 from fastkv.lab.harness import TASK_FILES
-from fastkv.lab.haystack import NOISE, SENTENCES, Request, Units, longest, prose, scatter
-from fastkv.lab.ruler import english_words, string_match_all
+from fastkv.lab.ruler import NOISE, SENTENCES, Request, Units, english_words, longest, prose, scatter, string_match_all
 
 from .conftest import examples
-from .toy import load, placed
+from .toy import placed
 
 NIAH = [task for task in ruler.TASKS if task.startswith("niah")]
 TOKENS = {**dict.fromkeys(NIAH, 128), "vt": 30, "cwe": 120, "fwe": 50}
@@ -25,11 +24,6 @@ UUID = re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-
 # At least as many tokens as one unit of filler; other tasks have sentences.
 LARGEST = {"niah_single_1": NOISE, "vt": NOISE, "cwe": 3 * "12345. wwwwwwwwwwww ", "fwe": "wwwwww "}
 NUMBER = re.compile(r"\b[1-9][0-9]{6}\b")
-
-
-@pytest.fixture(scope="module")
-def bundled():
-    return load()
 
 
 def toy_bpe():

@@ -14,7 +14,7 @@ import torch
 
 import fastkv
 from fastkv.calibration import quality
-from fastkv.calibration.vector_map import VectorMap
+from fastkv.calibration.fits import VectorMap
 
 from .models import build, generate, prompt
 from .processes import run

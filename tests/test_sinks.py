@@ -16,17 +16,13 @@ from fastkv.config import Config
 from fastkv.reference import Moments
 
 from .models import COMMON, generate, prompt
-from .states import make_spec, make_state
+from .states import make_spec, make_state, randn
 from .test_module import compare, fresh
 
 B, HQ, HKV, D = 2, 6, 2, 16
 F64 = torch.float64
 SINKS = torch.tensor([0.5, -2.0, 3.0, -torch.inf, 1e4, -1e4], dtype=F64)
 SMALL = Budget(tokens=20, sinks=2, recent=4)
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 def truth(q, keys, values, visible, sinks, scale=0.3):

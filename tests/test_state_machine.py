@@ -10,16 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, settings, stateful
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import fastkv
 from fastkv import Budget, FastKVCache, policies
@@ -277,4 +270,4 @@ def test_any_use_of_a_model():
         stateful_step_count=max(examples(20), 10),
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
-    run_state_machine_as_test(Uses, settings=every)
+    stateful.run_state_machine_as_test(Uses, settings=every)

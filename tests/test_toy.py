@@ -7,12 +7,7 @@ import torch
 
 import fastkv
 
-from .toy import MODEL_DIR, TASKS, VOCABULARY, generate, load, make_questions, measure, policy_of, relative_error
-
-
-@pytest.fixture(scope="module")
-def bundled():
-    return load()
+from .toy import MODEL_DIR, TASKS, VOCABULARY, generate, make_questions, measure, policy_of, relative_error
 
 
 def test_it_is_small_and_documented():

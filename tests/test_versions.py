@@ -16,8 +16,7 @@ from transformers import DynamicCache
 
 import fastkv
 from fastkv.integrations.transformers.forward import prepares_masks
-from fastkv.integrations.transformers.layer import FastKVLayer
-from fastkv.integrations.transformers.sliding_window import WindowLayer
+from fastkv.integrations.transformers.layer import FastKVLayer, WindowLayer
 from fastkv.integrations.transformers.stock import CACHE
 from fastkv.parallel import MESHES
 
@@ -166,7 +165,6 @@ def roll_backs_are_announced():
 
 @assumed("cache.py", "DynamicCache(config=...) makes other layers than DynamicLayer and DynamicSlidingWindowLayer")
 def stock_layers_are_dynamic():
-    from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     layers = DynamicCache(config=FAMILIES["gemma3"][1].get_text_config(decoder=True)).layers
@@ -174,10 +172,7 @@ def stock_layers_are_dynamic():
     return kinds == [DynamicSlidingWindowLayer, DynamicLayer] * 2 and layers[0].sliding_window == 16
 
 
-@assumed(
-    "sliding_window.py",
-    "DynamicSlidingWindowLayer no longer keeps its last sliding_window - 1 tokens as keys and values",
-)
+@assumed("layer.py", "DynamicSlidingWindowLayer no longer keeps its last sliding_window - 1 tokens as keys and values")
 def sliding_layers_keep_their_window():
     from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -198,7 +193,7 @@ def causal_mask(mask, cache=None, name="llama", tokens=3):
     return create_causal_mask(**given, **{CACHE: cache}, position_ids=None)
 
 
-@assumed("generate.py", "generate no longer makes the mask of its next step in _update_model_kwargs_for_generation")
+@assumed("forward.py", "generate no longer makes the mask of its next step in _update_model_kwargs_for_generation")
 def generate_makes_the_next_mask():
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -234,7 +229,7 @@ def prepared_masks_can_be_a_dict():
     return torch.allclose(got.logits, model(ids, use_cache=False).logits, atol=1e-5)
 
 
-@assumed("generate.py", "generate no longer asks create_masks_for_generate, by keyword, for its masks")
+@assumed("forward.py", "generate no longer asks create_masks_for_generate, by keyword, for its masks")
 def generate_prepares_masks_by_keyword():
     from transformers.generation.utils import GenerationMixin
     from transformers.masking_utils import create_masks_for_generate
@@ -248,10 +243,8 @@ def generate_prepares_masks_by_keyword():
 # generate.
 
 
-@assumed("generate.py", "generate no longer asks the instance's _prepare_cache_for_generation")
+@assumed("forward.py", "generate no longer asks the instance's _prepare_cache_for_generation")
 def generate_asks_for_a_cache():
-    from transformers import DynamicCache
-
     model, (ids, _), seen = build(), prompt(1, 8, (0,)), []
 
     def prepare(generation_config, model_kwargs, *args, **kwargs):
@@ -266,7 +259,7 @@ def generate_asks_for_a_cache():
     return asked and out[CACHE] is seen[1] and seen[0][0] in (None, "dynamic")
 
 
-@assumed("generate.py", "the generation mode of drafts is no longer called assisted")
+@assumed("forward.py", "the generation mode of drafts is no longer called assisted")
 def drafts_are_called_assisted():
     from transformers.generation import GenerationMode
 
@@ -352,7 +345,7 @@ def deepstack_is_called_what_it_was():
     return seen["visual_pos_masks"].sum() == rows == 16
 
 
-@assumed("generate.py", "a model with positions in three dimensions keeps their offset elsewhere")
+@assumed("forward.py", "a model with positions in three dimensions keeps their offset elsewhere")
 def offsets_of_positions_are_kept_where_they_were():
     model, given = multimodal.build("qwen3_vl"), multimodal.prompt("qwen3_vl")
     multimodal.generated(model, given)
@@ -392,8 +385,6 @@ def attention_modules_are_where_they_were():
 
 @assumed("latent.py", "latent attention no longer caches what expand_kv makes keys and values of")
 def latents_are_cached_before_they_are_expanded():
-    from transformers import DynamicCache
-
     model = build("deepseek_v3", "eager")
     module = model.model.layers[1].self_attn
     if not hasattr(module, "expand_kv"):  # keys and values of all heads are cached, as of any other model
@@ -421,8 +412,6 @@ def eager_attention_is_where_it_was():
 
 @assumed("attention.py", "attention modules are no longer given the cache by keyword")
 def attention_is_given_the_cache():
-    from transformers import DynamicCache
-
     caches, seen = [], []
     for name in FAMILIES:
         model = build(name, "eager")

@@ -21,32 +21,15 @@ from fastkv.cache.layout import Layout
 from fastkv.integrations.transformers import modules
 from fastkv.integrations.transformers.layer import FastKVLayer
 from fastkv.integrations.transformers.stock import CACHE
-from fastkv.lab import fidelity
+from fastkv.lab import fidelity, view
 from fastkv.lab.cli import main
 from fastkv.lab.equal_bytes import EVICT_EVERY, equal_bytes
-from fastkv.lab.trace import Full, Reading, Trace, follow, read_full, trace
-from fastkv.lab.view import (
-    FINE,
-    LEVELS,
-    RECENT,
-    REMEMBERS,
-    SINKS,
-    TEMPLATE,
-    TOP,
-    Text,
-    backend_of,
-    coded,
-    found,
-    packed,
-    page_of,
-    pieces_of,
-    written,
-)
+from fastkv.lab.view import FINE, LEVELS, RECENT, SINKS, TOP, Full, Reading, Trace, read_full, trace
 
 from .browser import Browser, find
 from .families import tiny
 from .models import FAMILIES, LATENT, build
-from .toy import MODEL, generate, load, told
+from .toy import MODEL, generate, told
 from .toy import text as toy_text
 
 CONTEXT, BLOCK, STEPS, BUDGETS = 150, 32, 18, (28, 48)
@@ -67,11 +50,6 @@ def data_of(page):
     """What a page holds."""
     _, _, rest = page.partition('id="data">')
     return json.loads(rest.partition("</script>")[0])
-
-
-@pytest.fixture(scope="module")
-def bundled():
-    return load()
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +85,7 @@ def plainly(bundled, cache):
     """The model patched as for that cache of the page."""
     budget = equal_bytes(bundled[0].config, Budget(tokens=cache["budget"], sinks=SINKS, recent=RECENT), torch.float32)
     settings = {"prefill_block": BLOCK, "evict_every": EVICT_EVERY, "slots": "model"}
-    return patched(bundled[0], cache["policy"], budget, **settings, backend=backend_of(cache["policy"]))
+    return patched(bundled[0], cache["policy"], budget, **settings, backend=view.backend_of(cache["policy"]))
 
 
 def test_the_page_says_what_the_cache_holds(bundled, data, ids):
@@ -179,7 +157,7 @@ def test_centroids_are_followed_through_operators():
 
 
 def test_of_every_policy_it_is_known_what_it_remembers():
-    assert set(REMEMBERS) == {policies.get(name).correction for name in policies.names() if name != "duoattention"}
+    assert set(view.REMEMBERS) == {policies.get(name).correction for name in policies.names() if name != "duoattention"}
 
 
 @pytest.mark.parametrize("policy", ["fastkv-reread", "kvzip"])
@@ -228,9 +206,9 @@ def test_errors_are_those_of_fidelity(bundled, data, ids):
 
 def test_numbers_of_the_page_come_back():
     arrays = [torch.tensor([[[0, 1, 255], [256, 257, 65535]]]), torch.arange(6).view(1, 2, 3)]
-    text, starts = packed(arrays)
+    text, starts = view.packed(arrays)
     assert starts == [0, 6] and torch.equal(unpacked(text, (1, 2, 3)), torch.stack(arrays).int())
-    assert coded(torch.tensor([0.0, 1e-9, 0.09, 1.0, 4.0, 9.0])).tolist() == [0, 0, 12, 24, 31, 31]
+    assert view.coded(torch.tensor([0.0, 1e-9, 0.09, 1.0, 4.0, 9.0])).tolist() == [0, 0, 12, 24, 31, 31]
 
 
 def synthetic(num, layers, heads, seed):
@@ -261,11 +239,11 @@ def long_page(bundled, tmp_path_factory):
         for tokens in budgets
     ]
     ids = torch.randint(5, 60, (1, num), generator=torch.Generator().manual_seed(2))
-    text = Text(ids, [" wonderful"] * num, "a text", 0, 0)
+    text = view.Text(ids, [" wonderful"] * num, "a text", 0, 0)
     options = types.SimpleNamespace(model="model", policies=policies, budgets=budgets)
     full = Full({}, torch.zeros(32, dtype=torch.long), 1)
-    data = page_of(text, Reading(ids, 256, 32), options, full, traces, bundled[1])
-    written(data, path := tmp_path_factory.mktemp("long") / "view.html")
+    data = view.page_of(text, Reading(ids, 256, 32), options, full, traces, bundled[1])
+    view.written(data, path := tmp_path_factory.mktemp("long") / "view.html")
     return path, traces
 
 
@@ -275,7 +253,7 @@ def test_a_page_of_a_long_text_is_small_and_holds_the_trace(long_page):
     data = data_of(path.read_text())
     numbers = unpacked(data["numbers"], traces[0][2].gone.shape)
     for cache, (_, _, made, _) in zip(data["caches"], traces):
-        for name, want in (("gone", made.gone), ("error", coded(made.error)), ("centroid", made.centroid)):
+        for name, want in (("gone", made.gone), ("error", view.coded(made.error)), ("centroid", made.centroid)):
             assert (cache[name] is None) == (want is None)
             assert want is None or torch.equal(numbers[cache[name] // want.numel()], want.int()), name
 
@@ -293,7 +271,7 @@ def test_a_text_cannot_leave_its_place(tmp_path, capsys):
     arguments = ["--context=170", "--policies=streaming", "--budgets=40", "--prefill-block=whole", "--equal=tokens"]
     assert main([*VIEW, "--text", str(file), *arguments, "--out", str(out)]) == 0
     page = out.read_text()
-    assert page.count("<script") == TEMPLATE.read_text().count("<script") and "<!--" not in page
+    assert page.count("<script") == view.TEMPLATE.read_text().count("<script") and "<!--" not in page
     data = data_of(page)
     assert "".join(data["tokens"]).replace("<bos>", "") == file.read_text().rstrip()
     assert data["answer"] == 0 and len(data["said"]) == 32 and data["text"] == "a.txt"
@@ -304,16 +282,16 @@ def test_a_text_cannot_leave_its_place(tmp_path, capsys):
 def test_pieces_are_the_text(bundled):
     text = "the  code ,\n of"
     encoded = bundled[1](text, return_offsets_mapping=True)
-    pieces = pieces_of(bundled[1], text, encoded.input_ids, encoded.offset_mapping)
+    pieces = view.pieces_of(bundled[1], text, encoded.input_ids, encoded.offset_mapping)
     assert pieces == ["<bos>", "the", "  code", " ,", "\n of"]
-    assert pieces_of(bundled[1], text, encoded.input_ids, None) == ["<bos>", "the", "code", ",", "of"]
+    assert view.pieces_of(bundled[1], text, encoded.input_ids, None) == ["<bos>", "the", "code", ",", "of"]
 
 
 def test_a_page_begins_where_the_text_says_the_answer():
     pieces = ["<bos>", "A", " red", " butter", "cup", ".", " What", "?", " But", "ter", "cup"]
-    assert found(pieces, 3) == 3
-    assert found([*pieces[:8], " a", " rose"], 2) == 8  # it is not there
-    assert found(["İ", " x", " y", " x"], 1) == 1  # a letter that is longer in lower case
+    assert view.found(pieces, 3) == 3
+    assert view.found([*pieces[:8], " a", " rose"], 2) == 8  # it is not there
+    assert view.found(["İ", " x", " y", " x"], 1) == 1  # a letter that is longer in lower case
 
 
 def test_pieces_of_letters_that_are_several_tokens():
@@ -322,7 +300,7 @@ def test_pieces_of_letters_that_are_several_tokens():
     bytewise.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise)
     encoded = tokenizer(text, return_offsets_mapping=True)
-    pieces = pieces_of(tokenizer, text, encoded.input_ids, encoded.offset_mapping)
+    pieces = view.pieces_of(tokenizer, text, encoded.input_ids, encoded.offset_mapping)
     assert pieces == ["s", "o", " ", " ", "é", "·", "\n", "🙂", "·", "·", "·", "!"]
 
 
@@ -355,7 +333,7 @@ def test_layers_that_cannot_be_drawn_are_refused():
     shapes = [torch.zeros(1, heads, 3, 4) for heads in (2, 4)]
     layers = [types.SimpleNamespace(state=Layout((3,) * len(k[0]), corrections.NONE, 1).allocate(k, k)) for k in shapes]
     with pytest.raises(FastKVError, match=r"equally many KV heads, got LlamaForCausalLM with \[2, 4\]"):
-        follow(model, layers, 9)
+        view.states_of(model, layers)
 
 
 # In a browser.

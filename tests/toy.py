@@ -33,14 +33,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from fastkv import policies
-from fastkv.lab import haystack
+from fastkv.lab import ruler
 from fastkv.lab.fit_context import Sample
 from fastkv.lab.reading import cache_bytes, kept_tokens, record_attention
 
 NAMES_OF_THINGS = ("key_first", "key_second", "nouns", "plurals", "places", "adjectives", "times")
-KEY_FIRST, KEY_SECOND, NOUNS, PLURALS, PLACES, ADJECTIVES, TIMES = map(haystack.WORDS.get, NAMES_OF_THINGS)
+KEY_FIRST, KEY_SECOND, NOUNS, PLURALS, PLACES, ADJECTIVES, TIMES = map(ruler.WORDS.get, NAMES_OF_THINGS)
 OTHERS = ("adverbs", "intransitive", "transitive", "prepositions", "pronouns", "conjunctions")
-ADVERBS, INTRANSITIVE, TRANSITIVE, PREPOSITIONS, PRONOUNS, CONJUNCTIONS = map(haystack.WORDS.get, OTHERS)
+ADVERBS, INTRANSITIVE, TRANSITIVE, PREPOSITIONS, PRONOUNS, CONJUNCTIONS = map(ruler.WORDS.get, OTHERS)
 
 MODEL_DIR = Path(__file__).parent / "fixtures" / "model"
 MODEL = str(MODEL_DIR)  # on a command line
@@ -259,7 +259,7 @@ def calibration_text(tokenizer: PreTrainedTokenizerFast, length: int, seed: int)
     return Sample(words, sample.questions, sample.answers)
 
 
-def placed(task: str, length: int, depth: float, seed: int) -> haystack.Sample:
+def placed(task: str, length: int, depth: float, seed: int) -> ruler.Sample:
     """A text of `generate` with the asked fact (all its statements) moved to `depth`, 0 to 1.
 
     It has the same words, exactly `length` tokens with the answer.
@@ -269,10 +269,10 @@ def placed(task: str, length: int, depth: float, seed: int) -> haystack.Sample:
     asked = _asked(question, reply)
     sentences = [f"{sentence} ." for sentence in told.context.removesuffix(" .").split(" . ")]
     rest = [sentence for sentence in sentences if sentence not in asked]
-    context = " ".join(haystack.scatter(rest, asked, [depth] * len(asked)))
+    context = " ".join(ruler.scatter(rest, asked, [depth] * len(asked)))
     prompt, tokens = f"{context} {question}", len(reply.split())
     metadata = {"units": len(rest), "needles": tuple(asked), "depths": (depth,) * len(asked)}
-    return haystack.Sample(task, prompt, context, question, (reply.removesuffix(" ."),), tokens, metadata)
+    return ruler.Sample(task, prompt, context, question, (reply.removesuffix(" ."),), tokens, metadata)
 
 
 def _asked(question: str, reply: str) -> list[str]:

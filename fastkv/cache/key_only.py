@@ -12,17 +12,7 @@ from torch import Tensor
 
 from .. import ops
 from ..policies import Signals
-from ..reference import (
-    LayerState,
-    Moments,
-    Selection,
-    Slots,
-    Spec,
-    in_order,
-    merge_partials,
-    pack,
-    predicted_values,
-)
+from ..reference import LayerState, Moments, Selection, Slots, Spec, in_order, merge_partials, pack, predicted_values
 from .layout import LayerConfig
 from .selection import keep_values
 

@@ -170,13 +170,7 @@ class LayerCache:
         return attend_block(state, q, k, v, valid, rule, self.workspace.ahead)
 
     def absorb(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        valid: Tensor,
-        reread: Reread | None = None,
-        mass: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, reread: Reread | None = None, mass: Tensor | None = None
     ) -> None:
         """Make tokens of a prompt part of the state; shapes as in `attend`, reread and mass as in `absorb_block`."""
         state, rule = self._held()
@@ -207,16 +201,12 @@ class LayerCache:
         if clock.now.evicts and not self.kv_sharers:
             follows = rule.layout.shared and not self.static and self.config.budget.context is None
             if follows and length > GROWTH * max(self.context, self.average):
-                self._evict_anew(length)
+                self.deal(length)  # anew, for a text that has grown to so many tokens
+                evict(*self._held(), anew=True)
+                self.prepare()
             else:
                 evict(state, rule)
         return out.unsqueeze(2)
-
-    def _evict_anew(self, length: int) -> None:
-        """`evict`, after slots were dealt anew for a text that has grown to so many tokens."""
-        self.deal(length)
-        evict(*self._held(), anew=True)
-        self.prepare()
 
     # Other layers that attend to the same keys and values.
 

@@ -16,7 +16,7 @@ from ..budget import LayerCost
 from ..config import Config
 from ..corrections import Correction, Shape
 from ..errors import FastKVError
-from ..ops.codec import BackendCodec
+from ..ops.operator import BackendCodec
 from ..parallel import Parallel
 from ..policies import QueryStatistics
 from ..reference import PLAIN, LayerState, Moments, SlotFormat, Slots, Spec

@@ -19,13 +19,7 @@ PER_CYCLE = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 81
 
 
 def attend_block(
-    state: LayerState,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    valid: Tensor,
-    rule: LayerConfig,
-    ahead: Tensor | None = None,
+    state: LayerState, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, rule: LayerConfig, ahead: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of a block over everything retained, everything evicted and, causally, itself.
 

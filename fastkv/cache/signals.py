@@ -130,7 +130,8 @@ def observe(
     """
     num, observed, spec = q.shape[2], rule.config.policy.observation, rule.spec
     if observed is not None and observed < num:
-        last = last_tokens(valid, observed)
+        # Each row's own last tokens, on whichever side it is padded.
+        last = valid.to(torch.uint8).argsort(dim=-1, stable=True)[:, -observed:]
         q = q.gather(2, last[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
         mass = None if mass is None else mass.gather(2, last[:, None].expand(-1, q.shape[1], -1))
         valid, num = valid.gather(1, last), observed
@@ -140,14 +141,14 @@ def observe(
         stop = min(start + QUERY_CHUNK, num)
         part, query_valid = q[:, :, start:stop], valid[:, start:stop].clone()
         later = valid[:, stop:].sum(-1, keepdim=True)
-        query_positions = positions_before(state.seen[:, None] - later, query_valid)
+        end = state.seen[:, None] - later  # real tokens come right before it
         mean = ops.observed_attention(
             part,
             signals.keys,
             spec.scale,
             spec.softcap,
             positions=signals.positions,
-            query_positions=query_positions,
+            query_positions=end - query_valid.flip(-1).cumsum(-1).flip(-1),
             valid=signals.valid,
             query_valid=query_valid,
             log_mass=None if mass is None else mass[:, :, start:stop].contiguous(),
@@ -157,13 +158,3 @@ def observe(
         asked = query_valid.sum(-1)[:, None, None].to(mean.dtype)
         received, queried = received + mean * asked, queried + asked
     return replace(signals, attention=received / queried.clamp(min=1), queried=queried)
-
-
-def last_tokens(valid: Tensor, num: int) -> Tensor:
-    """[B, num], indices of each row's own last tokens of a block, on whichever side it is padded; valid [B, T]."""
-    return valid.to(torch.uint8).argsort(dim=-1, stable=True)[:, -num:]
-
-
-def positions_before(end: Tensor, valid: Tensor) -> Tensor:
-    """Positions [B, T] of tokens, valid [B, T], that come right before position `end` [B, 1]."""
-    return end - valid.flip(-1).cumsum(-1).flip(-1)

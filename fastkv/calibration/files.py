@@ -69,15 +69,13 @@ def kv_shapes(text: Any) -> list[tuple[int, int]]:
     """KV heads of each layer, and the dimensions of their keys, from the config of a text model."""
     layers = getattr(text, "per_layer_config", None)  # of newer transformers, where layers may differ
     layers = [text] * text.num_hidden_layers if layers is None else layers
-    return [(_kv_heads(one), getattr(one, "head_dim", None) or one.hidden_size // _heads(one)) for one in layers]
-
-
-def _heads(layer: Any) -> int:
-    return int(layer.num_attention_heads)
-
-
-def _kv_heads(layer: Any) -> int:
-    return getattr(layer, "num_key_value_heads", None) or _heads(layer)
+    return [
+        (
+            getattr(one, "num_key_value_heads", None) or one.num_attention_heads,
+            getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads,
+        )
+        for one in layers
+    ]
 
 
 def _common(numbers: Sequence[int]) -> Any:

@@ -8,6 +8,7 @@ contents.
 
 from __future__ import annotations
 
+from ctypes import Structure, c_float, c_int64, c_void_p
 from functools import cache
 from typing import Any
 
@@ -15,18 +16,8 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..reference import (
-    Centroids,
-    Evicted,
-    LayerState,
-    Moments,
-    RowFormat,
-    Spec,
-    Stored,
-    merge_partials,
-    with_sink,
-)
-from . import joins, peaks
+from ..reference import Centroids, Evicted, LayerState, Moments, RowFormat, Spec, Stored, centroids, merge_partials
+from . import compiled
 from . import slots as compiled_slots
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -65,12 +56,7 @@ def fused_as_expected() -> bool:
 
 
 def attend(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    mask: Tensor,
-    causal: bool = False,
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [B, Hq, T, D] to keys and values [B, Hkv, N, D].
 
@@ -217,7 +203,7 @@ def prefill_attention(
     if known is not None:
         value, mass = mixed_in(q, known, spec)
         out, lse = merge_partials(out, lse, value, mass)
-    out, lse = with_sink(out, lse, None if state.sink_logits is None else state.sink_logits[:, None])
+    out, lse = reference.with_sink(out, lse, None if state.sink_logits is None else state.sink_logits[:, None])
     return out.to(q.dtype), lse, mass
 
 
@@ -313,27 +299,101 @@ def remember(
 ) -> None:
     """`reference.remember`; centroids without an operator for each term."""
     parts = state.parts
-    if not isinstance(parts, Centroids) or not joins.serves(parts):
+    if not isinstance(parts, Centroids) or not joins_in_place(parts):
         reference.remember(keys, values, positions, valid, kept, most, state, spec)
         return
     gone = valid & ~kept
     index = reference.in_order(positions, gone)[..., :most]
     new_keys, new_values = (reference.rows_at(rows, index) for rows in (keys, values))
-    joins.join(parts, new_keys, new_values, gone.gather(2, index))
+    join(parts, new_keys, new_values, gone.gather(2, index))
 
 
 def peak_attention(q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, **given: Any) -> Tensor:
     """`reference.peak_attention`, with the logits of few queries at a time, which never leave a core's cache."""
-    if not peaks.serves(q):
+    if not finds_peaks(q):
         return reference.peak_attention(q, keys, scale, softcap, **given)
     reference.check_peak(q, keys, given["valid"])
-    return peaks.peaks(q, keys, scale, softcap, **given)
+    return peaks(q, keys, scale, softcap, **given)
 
 
 def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: float | None = None) -> Tensor:
     """`reference.most_attended`, as `peak_attention`."""
-    if not peaks.serves(q):
+    if not finds_peaks(q):
         return reference.most_attended(q, keys, lse, scale, softcap)
     valid, asked = (torch.ones(shape, dtype=torch.bool) for shape in (keys.shape[:3], (q.shape[0], q.shape[2])))
     reference.check_peak(q, keys, valid, lse)
-    return peaks.peaks(q, keys, scale, softcap, valid, asked, lse=lse)
+    return peaks(q, keys, scale, softcap, valid, asked, lse=lse)
+
+
+# Compiled from joins.cpp and peaks.cpp on first use.
+
+CONSTANTS = ("BLOCK", "FINE", "MEDIUM", "COARSE", "SETTLED", "ROOMY", "STEP", "TURN")  # of `Centroids.add`
+
+
+class Joining(Structure):
+    """`Joining` of joins.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in "count spread keys values fresh_keys fresh_values inside".split()),
+        *((name, c_int64) for name in "places num fresh key_dim value_dim halves threads".split()),
+        *((name.lower(), c_int64) for name in CONSTANTS),
+    )
+
+
+def joins_in_place(parts: Centroids) -> bool:
+    """Whether `join` handles these centroids. The first question compiles it."""
+    means = parts.keys.dtype
+    fits = means in (torch.float32, torch.bfloat16) and all(tensor.is_contiguous() for tensor in parts.tensors())
+    return fits and compiled.available("joins")
+
+
+def join(parts: Centroids, keys: Tensor, values: Tensor, inside: Tensor) -> None:
+    """`parts` become `parts.add(keys, values, inside)`, in place.
+
+    Args: keys [B, Hkv, N, Dk] and values [B, Hkv, N, Dv] in any float dtype; inside [B, Hkv, N] bool.
+    """
+    fresh = [rows.float().contiguous() for rows in (keys, values)]
+    tensors = [parts.count, parts.spread, parts.keys, parts.values, *fresh, inside.contiguous()]
+    sizes = parts.count[..., 0].numel(), parts.num, keys.shape[2], keys.shape[-1], values.shape[-1]
+    halves = parts.keys.dtype == torch.bfloat16
+    constants = (getattr(centroids, name) for name in CONSTANTS)
+    given = Joining(*(one.data_ptr() for one in tensors), *sizes, halves, torch.get_num_threads(), *constants)
+    compiled.call("joins", "join_centroids", given)
+
+
+class Peaks(Structure):
+    """`Peaks` of peaks.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in "queries keys valid asked sinks lse out".split()),
+        *((name, c_int64) for name in "batch heads groups number length dim threads".split()),
+        ("scale", c_float),
+        ("softcap", c_float),
+    )
+
+
+def finds_peaks(q: Tensor) -> bool:
+    """Whether `peaks` takes these queries. The first question compiles it."""
+    return q.dtype in DTYPES and compiled.available("peaks")
+
+
+def peaks(
+    q: Tensor,
+    keys: Tensor,
+    scale: float,
+    softcap: float | None,
+    valid: Tensor,
+    asked: Tensor,
+    sink_logits: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Arguments and result as in `reference.peak_attention`; lse as in `reference.most_attended`, None to find it."""
+    (batch, num_heads, number, dim), (heads, length) = q.shape, keys.shape[1:3]
+    rows = [rows.float().contiguous() for rows in (q, keys)]
+    masks = [mask.contiguous() for mask in (valid, asked)]
+    sinks, lse = (None if one is None else one.float().contiguous() for one in (sink_logits, lse))
+    out = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
+    pointers = (None if one is None else one.data_ptr() for one in (*rows, *masks, sinks, lse, out))
+    sizes = batch, heads, num_heads // heads, number, length, dim, torch.get_num_threads()
+    compiled.call("peaks", "peak_attention", Peaks(*pointers, *sizes, scale, softcap or 0.0))
+    return out

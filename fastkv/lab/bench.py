@@ -30,9 +30,8 @@ from ..errors import FastKVError
 from ..policies import Policy
 from . import common
 from .common import FULL
-from .contenders import Compressed, Full, Timed, timed, warm_up
 from .equal_bytes import equal_bytes
-from .shapes import SHAPES, fitting, working_bytes
+from .shapes import SHAPES, Compressed, Full, Timed, fitting, timed, warm_up, working_bytes
 
 # One measurement.
 
@@ -111,7 +110,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     small = f"default: {SMALL} on a CPU, llama-3.1-8b on a GPU"
     add("--shape", metavar="NAME", help=f"random weights in the shape of {known}, as many layers as fit ({small})")
     for name, what in (("context", "tokens of a prompt"), ("budget", "tokens per KV head")):
-        what = f"{what} ({_both(f'{name}s')})"
+        cpu, gpu = (",".join(map(str, DEFAULTS[kind][f"{name}s"])) for kind in ("cpu", "cuda"))
+        what = f"{what} (default: {cpu} on a CPU, {gpu} on a GPU)"
         add(f"--{name}s", f"--{name}", type=common.listed(int), metavar="N,...", help=what)
     option("--batch", (1,), "sequences")
     option("--policies --policy", ("fastkv", "momentkv", "keydiff"), "policies to compare", "NAME")
@@ -123,11 +123,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--rounds", 3, "how often every cache is measured")
     option("--minutes", 0.9, "stop after about so many minutes", "M")
     option("--out", Path("fastkv-bench"), "directory to write to", "DIR")
-
-
-def _both(name: str) -> str:
-    cpu, gpu = (",".join(map(str, DEFAULTS[kind][name])) for kind in ("cpu", "cuda"))
-    return f"default: {cpu} on a CPU, {gpu} on a GPU"
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from ..config import EVICT_EVERY
 from ..errors import FastKVError
 from ..integrations.transformers import stock
 from ..reference import FORMATS, PLAIN
-from . import pretrained, texts
-from .equal_bytes import assert_equal_bytes, equal_bytes, is_full
+from . import facts, pretrained
+from .equal_bytes import assert_equal_bytes, equal_bytes
 
 TEXT = "topics"  # what is read where no text is given: Python's language reference
 FULL = "full"  # the stock cache, under the name of a policy
@@ -39,7 +39,7 @@ EQUAL = (
     "fewer tokens (the default), or tokens"
 )
 MODEL = "smollm2 (SmolLM2-135M-Instruct, extra real), a folder, a .gguf file or a name on a hub"
-TEXTS = f"a text in UTF-8, - for standard input, or {', '.join(texts.SOURCES)}, which come with Python"
+TEXTS = f"a text in UTF-8, - for standard input, or {', '.join(facts.SOURCES)}, which come with Python"
 SHORTEST = 96  # tokens of a text
 FOREIGN = 0.25  # share of unknown tokens, all with the same embedding, beyond which a text means nothing to a model
 SUFFIXES = (".txt", ".md")
@@ -96,7 +96,7 @@ def read_stock(model: Any, ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     model.base_model(input_ids=ids.to(model.device), **{stock.CACHE: cache}, use_cache=True)  # no lm_head, no logits
     layers: list[Any] = cache.layers
     for index, layer in enumerate(layers):
-        if is_full(layer):
+        if stock.is_compressed(layer):
             yield index, layer.keys, layer.values
 
 
@@ -104,12 +104,12 @@ def read_stock(model: Any, ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 
 def documents(source: str) -> Iterator[str]:
-    """A text of `texts.SOURCES`, of a file, of the .txt and .md files of a folder by path, or of standard input ("-").
+    """A text of `facts.SOURCES`, of a file, of the .txt and .md files of a folder by path, or of standard input ("-").
 
     Pieces end with a line, as far as lines are shorter than a piece.
     """
-    if source in texts.SOURCES:
-        yield texts.read(source)
+    if source in facts.SOURCES:
+        yield facts.read(source)
         return
     path, typed = Path(source), source == "-"
     inside = (one for one in path.rglob("*") if one.suffix in SUFFIXES and one.is_file())
@@ -117,7 +117,7 @@ def documents(source: str) -> Iterator[str]:
     if not files:
         what = f"a folder without {' or '.join(SUFFIXES)} files" if path.is_dir() else "nothing there"
         raise FastKVError(
-            f"expected a text at {path}, got {what}; name a file, a folder, - or {', '.join(texts.SOURCES)}"
+            f"expected a text at {path}, got {what}; name a file, a folder, - or {', '.join(facts.SOURCES)}"
         )
     for one in files:
         try:

@@ -32,8 +32,9 @@ from .. import FastKVError, patch, patched
 from ..config import POLICY
 from ..integrations.transformers import modules
 from ..integrations.transformers.stock import CACHE
-from . import asking, common, facts, texts
-from .reading import Reading, cache_bytes
+from ..prefix import answers
+from . import common, facts
+from .reading import Reading, cache_bytes, read
 
 DOCUMENT = Path(__file__).with_name("flight.txt")
 TITLE = "The First Years of Flight"
@@ -126,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv demo`."""
     add, option = parser.add_argument, partial(common.option, parser)
     option("--model", common.pretrained.SMOLLM2, common.MODEL, "PATH")
-    sources = f"{', '.join(texts.SOURCES)} of Python, or a file in UTF-8, with --ask (default: {TITLE})"
+    sources = f"{', '.join(facts.SOURCES)} of Python, or a file in UTF-8, with --ask (default: {TITLE})"
     add("--text", default="", metavar="FILE", help=sources)
     asks = "a question and what its answer must contain, instead of the questions of the demo; may be repeated"
     add("--ask", nargs=2, action="append", default=[], metavar=("QUESTION", "ANSWER"), help=asks)
@@ -162,7 +163,7 @@ def settings_of(options: argparse.Namespace) -> argparse.Namespace:
 def task_of(tokenizer: Any, settings: argparse.Namespace) -> Task:
     """The document and its questions. Raises FastKVError if it is too short, or has no answer in what is read."""
     name = settings.text or TITLE
-    text = tokenizer(texts.read(settings.text or str(DOCUMENT)), add_special_tokens=False, verbose=False)["input_ids"]
+    text = tokenizer(facts.read(settings.text or str(DOCUMENT)), add_special_tokens=False, verbose=False)["input_ids"]
     head, _ = facts.around(tokenizer, "")
     room = min(settings.context - len(head), len(text) - facts.GOES_ON)
     least = common.SHORTEST + facts.GOES_ON
@@ -243,7 +244,7 @@ def compared(model: Any, tokenizer: Any, task: Task, budgets: tuple[str, ...], c
             cache: Any = reading.full()
         except FastKVError as error:
             console.print(f"Every cache reads the document for itself: {error}.\n", markup=False)
-            reading, cache = None, asking.read(model, task.ids)
+            reading, cache = None, read(model, task.ids)
     rows, full = [Row(common.FULL, cache_bytes(cache), time.perf_counter() - start)], None
     with Live(console=console, auto_refresh=False) as live:
 
@@ -280,7 +281,7 @@ def smaller(model: Any, reading: Reading | None, budget: str, ids: Tensor) -> An
     size = common.to_budget(budget)
     if reading is not None:
         return reading.compressed(POLICY, size)
-    return asking.read(patch(model, POLICY, size), ids)
+    return read(patch(model, POLICY, size), ids)
 
 
 def answer(
@@ -298,7 +299,7 @@ def answer(
         if show is not None:
             show()
 
-    said = asking.answers(model, tokenizer, cache, task.ids, task.asked, WORDS, Written(tokenizer, write))
+    said = answers(model, tokenizer, cache, task.ids, task.asked, WORDS, Written(tokenizer, write))
     row.answers = [tokenizer.decode(one) for one in said]
     row.right = [question.answered_by(one) for question, one in zip(task.questions, row.answers)]
     row.answering = time.perf_counter() - start

@@ -26,11 +26,6 @@ from ..integrations.transformers.cache import FastKVCache
 from ..reference import LayerState
 
 
-def is_full(layer: Any) -> bool:
-    """Whether a layer of a stock cache keeps all tokens."""
-    return stock.is_compressed(layer)
-
-
 def equal_bytes(
     config: Any, tokens: int | Budget, dtype: torch.dtype, *, evict_every: int = EVICT_EVERY, **shares: Any
 ) -> Budget:
@@ -49,7 +44,7 @@ def equal_bytes(
         raise FastKVError(f"equal_bytes turns tokens into bytes, got {budget}; give Budget(tokens=...)")
     text = config.get_text_config(decoder=True)
     layers = zip(DynamicCache(config=text).layers, kv_shapes(text))
-    full = [shape for layer, shape in layers if is_full(layer)]
+    full = [shape for layer, shape in layers if stock.is_compressed(layer)]
     if not full:
         raise FastKVError(
             f"equal_bytes needs a model with full-attention layers, got {text.model_type} with none; its cache is "

@@ -39,8 +39,9 @@ from ..config import EVICT_EVERY
 from ..errors import FastKVError
 from ..integrations.transformers.cache import FastKVCache, FastKVLayer
 from ..integrations.transformers.stock import CACHE
+from ..prefix import answers, ends_of
 from ..reference import LayerState, joined, with_sink
-from . import asking, common, facts
+from . import common, facts, reading
 from .equal_bytes import equal_bytes, stored_bytes
 from .reading import cache_bytes, kept_tokens, record_attention
 
@@ -131,7 +132,7 @@ def read_full(model: PreTrainedModel, tokens: Tensor, steps: int, question: int 
     """
     common.check_stock("read_full", model)
     check_steps(tokens.shape[1] - question, steps)
-    cache = asking.read(model, tokens[:, : -steps - question])
+    cache = reading.read(model, tokens[:, : -steps - question])
     if question:
         model(tokens[:, -steps - question : -steps], **{CACHE: cache}, logits_to_keep=1)
     attention, log_probs = feed(model, tokens[:, -steps:], cache)
@@ -378,8 +379,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, option = parser.add_argument, partial(common.option, parser)
     common.add_model(parser, "fastkv-fidelity")
     option("--text", common.TEXT, common.TEXTS, "FILE")
-    asks = f"hide a fact in each text, ask for it and feed the answer of the full cache; {asking.HELP}"
-    add("--question", choices=asking.QUESTION, help=f"{asks} (default: no question, the text goes on)")
+    asks = f"hide a fact in each text, ask for it and feed the answer of the full cache; {reading.HELP}"
+    add("--question", choices=reading.QUESTION, help=f"{asks} (default: no question, the text goes on)")
     option("--context", 1024, "tokens of a text")
     option("--steps", 48, "last tokens of it that are fed one at a time", "T")
     option("--policies --policy", COMPARED, "policies to compare, or all", "NAME")
@@ -463,9 +464,9 @@ def asked(model: Any, tokenizer: Any, options: argparse.Namespace, seed: int) ->
     sample = facts.sample(tokenizer, context - len(rest), seed, options.text)
     common.check_known(tokenizer, sample.prefix, options.model, options.text, "give a text in its vocabulary")
     prompt = torch.tensor([sample.prefix + rest[:-1]], device=model.device)
-    (written,) = asking.answers(model, tokenizer, asking.read(model, prompt), prompt, [rest[-1:]], options.steps)
+    (written,) = answers(model, tokenizer, reading.read(model, prompt), prompt, [rest[-1:]], options.steps)
     # The question's last token is fed, too: what comes after it is the first word of the answer.
-    fed = [rest[-1], *written, *asking.ends_of(model)][: max(len(written) + 1, 2)]
+    fed = [rest[-1], *written, *ends_of(model)][: max(len(written) + 1, 2)]
     tokens = torch.cat([prompt, torch.tensor([fed], device=model.device)], 1)
     return Text(tokens, len(fed), len(rest) - 1 if options.question == "later" else 0)
 

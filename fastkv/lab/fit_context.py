@@ -25,8 +25,8 @@ from ..calibration.files import describe, fingerprint
 from ..calibration.quality import QualityCurve, context_nll, retained, save
 from ..errors import FastKVError
 from ..integrations.transformers.stock import CACHE
-from . import asking, common
-from .haystack import WORDS
+from . import common, reading
+from .ruler import WORDS
 
 PENALTY = 2.0
 STEEPEST = 50.0  # a curve beyond it is a step
@@ -194,7 +194,7 @@ def _answer_nll(model: PreTrainedModel, cache: Any, asked: Asked) -> float:
     cache.batch_repeat_interleave(len(asked.rests))
     said = [
         log_probs[start - 1 : -1].gather(-1, torch.tensor(rest[start:], device=log_probs.device)[:, None])
-        for log_probs, rest, start in zip(asking.forced(model, cache, asked.rests), asked.rests, asked.starts)
+        for log_probs, rest, start in zip(reading.forced(model, cache, asked.rests), asked.rests, asked.starts)
     ]
     return -float(torch.cat(said).mean())
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from torch import Tensor
 
 from ..integrations.transformers.calibrate import LENGTH, LONGEST, ROWS, TEXTS, calibrate_heads, sees_everything
-from . import common, texts
+from . import common, facts
 from .fit_vector import say_use
 
 KEEP = 0.25  # of the text, for the picture
@@ -24,12 +24,8 @@ def picture(shares: Tensor) -> str:
     level = (shares * KEEP * (len(SHADES) - 1)).round().long().clamp(max=len(SHADES) - 1)
     rows = ["".join(SHADES[number] for number in head) for head in level.T.tolist()]
     title = f"what each head keeps of a text where a quarter stays ({len(level)} layers from left to right):"
-    return "\n".join([title, *(f"  head {head:<3}|{row}|" for head, row in enumerate(rows)), _legend()])
-
-
-def _legend() -> str:
-    steps = len(SHADES) - 1
-    return "  " + ", ".join(f"{shade!r} {100 * place // steps} %" for place, shade in enumerate(SHADES))
+    shades = ", ".join(f"{shade!r} {100 * place // (len(SHADES) - 1)} %" for place, shade in enumerate(SHADES))
+    return "\n".join([title, *(f"  head {head:<3}|{row}|" for head, row in enumerate(rows)), f"  {shades}"])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
     model, tokenizer = common.load(options.model)
     text = None
     if options.text:
-        text = tokenizer(texts.read(options.text), return_tensors="pt", verbose=False)["input_ids"]
+        text = tokenizer(facts.read(options.text), return_tensors="pt", verbose=False)["input_ids"]
     total = TEXTS * ROWS * LENGTH if text is None else min(text.shape[1], LONGEST)
     total *= 1 + sees_everything(model)  # each token twice, or once
     with common.progress(console) as shown:

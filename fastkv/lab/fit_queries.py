@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..api import patched
 from ..budget import Budget
 from ..calibration.files import describe, fingerprint
-from ..calibration.query_calibration import QueryCalibration
+from ..calibration.fits import QueryCalibration
 from ..errors import FastKVError
 from ..policies import Policy, QueryStatistics, Signals
 from ..rotary import Rotary

@@ -26,12 +26,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..calibration.files import describe, fingerprint, kv_shapes
-from ..calibration.vector_map import VectorMap, required_r2
+from ..calibration.fits import VectorMap, required_r2
 from ..errors import FastKVError
-from ..integrations.transformers import rotations
+from ..integrations.transformers import rotations, stock
 from ..rotary import Rotary
 from . import common
-from .equal_bytes import is_full
 
 T = TypeVar("T", bound=Any)  # what is fitted
 # Directions of the keys whose energy is below this share of the strongest carry only the rounding of the activations.
@@ -193,7 +192,7 @@ def _full_layers(model: PreTrainedModel, held_out: float) -> list[int]:
     if not 0 < held_out < 1:
         raise FastKVError(f"held_out must be between 0 and 1, got {held_out}; 0.1 holds out every tenth sequence")
     layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    full = [index for index, layer in enumerate(layers) if is_full(layer)]
+    full = [index for index, layer in enumerate(layers) if stock.is_compressed(layer)]
     if not full:
         raise FastKVError(
             f"fit needs full-attention layers, got {type(model).__name__} with none in {len(layers)}; its cache is "

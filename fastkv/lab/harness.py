@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import FastKVError, check_installed
-from . import asking, common, pretrained
+from . import common, pretrained, reading
 
 TASK_FILES = Path(__file__).parent / "tasks"  # what the harness takes as --include_path: fastkv's own tasks
 OWN = "fastkv_"  # how the names of fastkv's tasks begin
@@ -101,8 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "continuation; auto (the default) is stream with --prefill-block, prefix without"
     )
     add("--mode", choices=("auto", "stream", "prefix"), default="auto", help=mode)
-    asks = f"{asking.HELP}, for tasks that name it, as fastkv's do"
-    add("--question", choices=asking.QUESTION, default="seen", help=f"{asks} (default: seen)")
+    asks = f"{reading.HELP}, for tasks that name it, as fastkv's do"
+    add("--question", choices=reading.QUESTION, default="seen", help=f"{asks} (default: seen)")
     add("--limit", type=float, metavar="N", help="number of questions of each task, or below 1 their share")
     add("--num-fewshot", type=int, metavar="N", help="worked examples in each prompt")
     option("--batch-size", "1", "sequences in a batch, or auto")

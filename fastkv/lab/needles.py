@@ -23,10 +23,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..api import patched
 from ..errors import FastKVError
 from ..integrations.transformers.stock import CACHE
-from . import asking, common, ruler
-from .haystack import Sample, Tokenizer
+from ..prefix import answers
+from . import common, reading, ruler
 from .reading import cache_bytes
-from .ruler import KINDS
+from .ruler import KINDS, Sample, Tokenizer
 
 TASKS = tuple(KINDS)
 TASK = "niah_single_2"
@@ -99,9 +99,9 @@ def grid(
 def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample: Sample, question: str = "later") -> str:
     """What greedy decoding writes behind the prompt, at most `sample.tokens_to_generate` tokens."""
     if question == "later":
-        text, asked = asking.split(tokenizer, sample.prompt, sample.question)
-        cache, tokens = asking.read(model, text), sample.tokens_to_generate
-        written = asking.answers(model, tokenizer, cache, text, asked.tolist(), tokens)
+        text, asked = reading.split(tokenizer, sample.prompt, sample.question)
+        cache, tokens = reading.read(model, text), sample.tokens_to_generate
+        written = answers(model, tokenizer, cache, text, asked.tolist(), tokens)
         return str(tokenizer.decode(written[0], skip_special_tokens=True))
     read = tokenizer(sample.prompt, return_tensors="pt", verbose=False).to(model.device)
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -150,7 +150,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser, "fastkv-needles")
     task = f"what is hidden and asked for: {', '.join(TASKS)} (default: {TASK})"
     parser.add_argument("--task", choices=TASKS, default=TASK, metavar="NAME", help=task)
-    parser.add_argument("--question", choices=asking.QUESTION, default="later", help=f"{asking.HELP} (default: later)")
+    parser.add_argument(
+        "--question", choices=reading.QUESTION, default="later", help=f"{reading.HELP} (default: later)"
+    )
     common.add_caches(parser)
     option("--lengths", (512, 1024, 2048), "tokens of the texts")
     option("--depths", (0.0, 0.25, 0.5, 0.75, 1.0), "places of the needle, 0 to 1", "X")

@@ -49,11 +49,12 @@ from ..config import BUDGET, POLICY
 from ..errors import FastKVError
 from ..integrations.transformers.stock import CACHE
 from ..policies import Policy
-from . import asking, ruler
+from ..prefix import answers
+from . import reading, ruler
 from .common import FOREIGN, FULL, to_budget, unknown_share
-from .haystack import Sample, Tokenizer
 from .pretrained import loading, place
 from .reading import cache_bytes
+from .ruler import Sample, Tokenizer
 
 MODES = ("auto", "stream", "prefix")
 SETTINGS = ("prefill_block", "evict_every", "correction", "slots", "mode", "question", "vector")  # of `set_cache`
@@ -120,8 +121,8 @@ class FastKVLM(HFLM):
         """Give the model another cache, arguments as in the constructor; what is refused leaves the cache as it was."""
         if mode not in MODES:
             raise FastKVError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-        if question not in asking.QUESTION:
-            raise FastKVError(f"question must be one of {', '.join(asking.QUESTION)}, got {question!r}")
+        if question not in reading.QUESTION:
+            raise FastKVError(f"question must be one of {', '.join(reading.QUESTION)}, got {question!r}")
         if policy != FULL and mode == "stream" and prefill_block is None:
             raise FastKVError(
                 "mode stream needs prefill_block, got none, with which every token attends before anything is evicted; "
@@ -165,11 +166,9 @@ class FastKVLM(HFLM):
                 f"question 'later' needs tasks whose prompts end with the question that they name, as those of "
                 f"{PREFIX}... do, got {request.task_name}; choose question 'seen'"
             )
-        text, ids = asking.split(self.tokenizer, prompt, asked)
+        text, ids = reading.split(self.tokenizer, prompt, asked)
         tokens = how.get("max_gen_toks", self.max_gen_toks)
-        (written,) = asking.answers(
-            self.model, self.tokenizer, asking.read(self.model, text), text, ids.tolist(), tokens
-        )
+        (written,) = answers(self.model, self.tokenizer, reading.read(self.model, text), text, ids.tolist(), tokens)
         said = self.tok_decode(written)
         for stop in filter(None, how.get("until") or []):
             said = said.partition(stop)[0]
@@ -230,7 +229,7 @@ class FastKVLM(HFLM):
                 past = self.model(read, use_cache=True, logits_to_keep=1)[CACHE]
                 past.batch_repeat_interleave(len(continuations))
             texts = [[context[-1], *one[:-1]] for one in continuations]
-            scores = asking.forced(self.model, past, texts, self.softmax_dtype)
+            scores = reading.forced(self.model, past, texts, self.softmax_dtype)
         answers = []
         for score, continuation in zip(scores, continuations):
             target = torch.tensor(continuation, device=score.device)

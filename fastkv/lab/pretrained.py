@@ -124,9 +124,12 @@ def unpack(path: Path, made: Path) -> None:
             f"cannot write to {made.parent} ({error.strerror}); set XDG_CACHE_HOME to a directory that is writable"
         ) from error
     try:
-        _say(f"unpacking {path.name} to {made}, 540 MB, once for all runs")
+        # So that nobody waits without knowing for what; transformers shows its bars below.
+        print(f"fastkv: unpacking {path.name} to {made}, 540 MB, once for all runs", file=sys.stderr, flush=True)
         model, tokenizer = _read(str(path.parent), {"dtype": torch.float32}, gguf_file=path.name)
-        _forget_quantization(model)
+        # They were dequantised when they were read, but transformers refuses to save what it calls quantised.
+        del model.config.quantization_config, model.hf_quantizer, model.quantization_method
+        model.is_quantized = False
         model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
         (fresh / RECORDED).write_text(f"{sha256(fresh / WEIGHTS)}\n")
@@ -142,12 +145,6 @@ def unpack(path: Path, made: Path) -> None:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _forget_quantization(model: Any) -> None:
-    """The weights were dequantised when they were read, but transformers refuses to save what it calls quantised."""
-    del model.config.quantization_config, model.hf_quantizer, model.quantization_method
-    model.is_quantized = False
-
-
 def sha256(path: Path) -> str:
     """Of a file, hexadecimal."""
     digest = hashlib.sha256()
@@ -155,11 +152,6 @@ def sha256(path: Path) -> str:
         while piece := file.read(1 << 22):
             digest.update(piece)
     return digest.hexdigest()
-
-
-def _say(text: str) -> None:
-    """A line on standard error, so that nobody waits without knowing for what; transformers shows its bars below."""
-    print(f"fastkv: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -16,18 +16,11 @@ from ..reference import (
     random_scores,
     streaming_scores,
 )
-from .layer import (
+from .operations import (
     compact,
     decode_attention,
     decode_step,
     evict,
-    prefill_attention,
-    remember,
-    slot_signals,
-    workspace,
-    workspace_room,
-)
-from .scores import (
     keydiff_scores,
     leverage_scores,
     manifold_scores,
@@ -36,8 +29,13 @@ from .scores import (
     noncausal_attention_mass,
     observed_attention,
     peak_attention,
+    prefill_attention,
+    remember,
     select,
     sketch,
     sketched_leverage,
+    slot_signals,
     window_scores,
+    workspace,
+    workspace_room,
 )

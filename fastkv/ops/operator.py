@@ -12,17 +12,16 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .. import corrections
-from ..backend import follows_rows, implementation
-from ..reference import FORMATS, Evicted, LayerState, Moments, Recovery, Selection, Slots, Spec
-from .codec import BackendCodec
+from .. import corrections, reference
+from ..backend import follows_rows, implementation, resolve
+from ..reference import Evicted, LayerState, Moments, RowFormat, Selection, Slots, Spec, Stored
 
 LIBRARY = torch.library.Library("fastkv", "DEF")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -43,7 +42,7 @@ PLAIN = {
 RETURNS = {type(None): "()", Tensor: "Tensor", Selection: "(Tensor, Tensor)"}
 ATTRIBUTES = {
     kind: tuple(one.name for one in fields(kind) if one.name not in LayerState.BORROWED)
-    for kind in (LayerState, Slots, Recovery, *Evicted.kinds.values())  # type: ignore[arg-type]
+    for kind in (LayerState, Slots, reference.Recovery, *Evicted.kinds.values())  # type: ignore[arg-type]
 }
 
 
@@ -87,7 +86,7 @@ def state_of(tensors: list[Tensor], names: str, numbers: list[int]) -> LayerStat
     if form:
         named, dtype, backend = form.split()
         found["exact"] |= {
-            "format": FORMATS[named],
+            "format": reference.FORMATS[named],
             "decodes_to": getattr(torch, dtype),
             "codec": BackendCodec(backend),
         }
@@ -98,7 +97,7 @@ def state_of(tensors: list[Tensor], names: str, numbers: list[int]) -> LayerStat
     for name in ("sink_logits", "rows"):
         setattr(state, name, found[""].get(name))
     if "recovery" in found:
-        state.recovery = Recovery(**found["recovery"])
+        state.recovery = reference.Recovery(**found["recovery"])
     for kind in found.keys() & Evicted.kinds.keys() - {"moments"}:
         state.parts = Evicted.kinds[kind](**found[kind])
     return state
@@ -303,3 +302,26 @@ def by_keyword(function: Callable[..., Result]) -> Callable[..., Result]:
 
 def nothing(*arguments: Any) -> None:
     """Fake of an operator that only changes its arguments."""
+
+
+@dataclass(frozen=True)
+class BackendCodec(reference.Codec):
+    """That of a backend, which may be "auto": C++ on a CPU. On a GPU kernels convert most rows by themselves."""
+
+    def encode(self, form: RowFormat, rows: Tensor) -> Stored:
+        """`form.encode`."""
+        if not self._compiled(rows):
+            return super().encode(form, rows)
+        stored: Stored = implementation("encode_rows", "cpu", "cpu")(form, rows)
+        return stored
+
+    def decode(self, form: RowFormat, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """`form.decode`, in that dtype."""
+        if not self._compiled(codes):
+            return super().decode(form, codes, scales, dtype)
+        rows: Tensor = implementation("decode_rows", "cpu", "cpu")(form, codes, scales, dtype)
+        return rows
+
+    def _compiled(self, rows: Tensor) -> bool:
+        """Whether C++ converts these; torch compiles a step whole, and leaves nothing to C++."""
+        return resolve(self.backend, rows.device) == "cpu" and not torch.compiler.is_compiling()

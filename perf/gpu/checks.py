@@ -323,12 +323,7 @@ class Kind:
 
 
 # The default first; then moments, unequal heads, sums of attention.
-KINDS = (
-    Kind("fastkv"),
-    Kind("momentkv"),
-    Kind("keydiff", "none", "adaptive"),
-    Kind("h2o", "mean"),
-)
+KINDS = (Kind("fastkv"), Kind("momentkv"), Kind("keydiff", "none", "adaptive"), Kind("h2o", "mean"))
 
 
 def check_served(place: Place, heads: Heads, kind: Kind) -> list[Finding]:

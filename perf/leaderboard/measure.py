@@ -15,8 +15,9 @@ from transformers import DynamicCache
 
 from fastkv import Budget, FastKVCache, patch, patched, policies, unpatch
 from fastkv.cache.layout import cost
-from fastkv.lab import asking, facts
+from fastkv.lab import facts
 from fastkv.lab.reading import Reading
+from fastkv.lab.reading import forced as log_probabilities
 
 NEW = 24  # tokens of an answer at most
 
@@ -79,7 +80,7 @@ def read(model: Any, tokenizer: Any, sample: facts.Sample) -> Text:
 
 def forced(model: Any, cache: Any, answers: list[tuple[facts.Question, list[int]]]) -> list[Tensor]:
     """Log-probabilities [len(ids), V] along given answers, one a row of the cache."""
-    rows = asking.forced(model, cache, [question.ids + said[:-1] for question, said in answers])
+    rows = log_probabilities(model, cache, [question.ids + said[:-1] for question, said in answers])
     return [row[-len(said) :] for row, (_, said) in zip(rows, answers)]
 
 

@@ -18,8 +18,8 @@ from fastkv.calibration.quality import context_nll
 from fastkv.integrations.transformers import rotations, selfcheck
 from fastkv.integrations.transformers.cache import FastKVCache
 from fastkv.integrations.transformers.stock import CACHE
-from fastkv.lab import asking, facts
-from fastkv.lab.reading import Reading
+from fastkv.lab import facts
+from fastkv.lab.reading import Reading, forced
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Answers:
 class Bench:
     """What rows measure with.
 
-    Attributes: text: source of statistics, as in `texts.read`.  quick: smallest sizes, to try the command.
+    Attributes: text: source of statistics, as in `facts.read`.  quick: smallest sizes, to try the command.
         tick: called after each part of a row with its share of the row.  trusting: the full cache is always right.
     """
 
@@ -114,7 +114,7 @@ class Bench:
         cache.batch_repeat_interleave(len(asked))
         right, said = [], []
         rests = [one.ids + one.value[:-1] for one in asked]
-        for row, one in zip(asking.forced(self.model, cache, rests, torch.float64), asked):
+        for row, one in zip(forced(self.model, cache, rests, torch.float64), asked):
             wanted, value = torch.tensor(one.value), row[len(one.ids) - 1 :]
             right.append(bool((value.argmax(-1) == wanted).all()))
             said.append(-value.gather(-1, wanted[:, None])[:, 0])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastkv import reference
-from fastkv.calibration.vector_map import required_r2
+from fastkv.calibration.fits import required_r2
 from fastkv.lab.fit_vector import Sums, pre_rope_pairs, side_by_side
 from fastkv.lab.inspection import dimensions
 

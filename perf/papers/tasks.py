@@ -558,10 +558,7 @@ def of(caches: Mapping[str, Cache], keeps: Sequence[float], texts: int = 6, make
 MEASURED: dict[str, Measured] = {
     "compactor_ruler": (of(FIG5, KEEPS, 7), judge_fig5, draw_answers),
     "compactor_variants": (variants, judge_variants),
-    "compactor_attention": (
-        of(ATTENTION, (0.5, 0.1)),
-        judge_attention,
-    ),
+    "compactor_attention": (of(ATTENTION, (0.5, 0.1)), judge_attention),
     "compactor_kept": (nll_ratios, judge_kept, draw_ratios),
     "keydiff_blocks": (of(BLOCKS, (0.25,)), judge_blocks),
     "keydiff_anchors": (of(ANCHORS, (0.5, 0.25)), judge_anchors),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkv.lab.contenders import Compressed, Full
+from fastkv.lab.shapes import Compressed, Full
 
 from .cases import Case
 

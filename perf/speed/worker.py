@@ -18,8 +18,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from fastkv.lab.contenders import timed
-from fastkv.lab.shapes import Memory, decode, now
+from fastkv.lab.shapes import Memory, decode, now, timed
 
 from . import models
 from .cases import Case

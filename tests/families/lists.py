@@ -1,10 +1,11 @@
-"""The lists that results are written to: `TESTED` of the package and docs/models.md."""
+"""The lists that results are written to: `FOUND` of the package, which makes `TESTED`, and docs/models.md."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 
 from fastkv.integrations.transformers import families
 
@@ -156,10 +157,18 @@ def page(found):
 
 
 def tested(found):
-    """The lines of `TESTED_WITH` and `TESTED` for these rows."""
-    lines = [f'    "{row.name}": "{row.summary}",\n' for row in found if row.status == WORKS]
+    """The lines of `TESTED_WITH` and `FOUND` for these rows."""
+    groups = {}
+    for row in found:
+        if row.status == WORKS:
+            groups.setdefault(row.summary, []).append(row.name)
+    how = {"width": 116, "subsequent_indent": " " * 8, "break_on_hyphens": False, "break_long_words": False}
+    lines = [
+        fill(" ".join(names), initial_indent=f'    "{what}": """', **how) + '""",'
+        for what, names in sorted(groups.items())
+    ]
     version = next(row.results[0].transformers for row in found)
-    return f'TESTED_WITH = "{version}"  # of transformers\nTESTED = {{\n' + "".join(lines) + "}\n"
+    return "\n".join([f'TESTED_WITH = "{version}"  # of transformers', "FOUND = {", *lines, "}", ""])
 
 
 def write(results):

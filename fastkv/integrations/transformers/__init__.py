@@ -5,13 +5,4 @@ from .families import REFUSED, TESTED
 from .modules import sizes
 from .selfcheck import rotations, with_rotations
 
-__all__ = [
-    "REFUSED",
-    "TESTED",
-    "attach",
-    "check",
-    "detach",
-    "rotations",
-    "sizes",
-    "with_rotations",
-]
+__all__ = ["REFUSED", "TESTED", "attach", "check", "detach", "rotations", "sizes", "with_rotations"]

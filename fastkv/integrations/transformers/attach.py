@@ -25,7 +25,7 @@ from ...calibration.files import kv_shapes
 from ...config import Config
 from ...errors import FastKVError
 from ...parallel import Parallel
-from . import attention, families, forward, generate, latent, modules, selfcheck, stock
+from . import attention, families, forward, latent, modules, selfcheck, stock
 from .cache import build_layers, is_static
 from .layer import FastKVLayer
 
@@ -227,13 +227,13 @@ def attach(model: Module, found: list[Module], config: Config) -> None:
     _override(base, "forward", forward.replacing(type(base).forward, forward.base_forward))
     if base is not model:
         _override(model, "_fastkv_config", config)
-        model.register_forward_pre_hook(generate.announce_logits, with_kwargs=True)
+        model.register_forward_pre_hook(forward.announce_logits, with_kwargs=True)
     if hasattr(model, "_prepare_cache_for_generation"):
-        _override(model, "_prepare_cache_for_generation", generate.prepare_cache)
-        _override(model, "create_masks_for_generate", generate.masks_for_generate)
-        _override(model, "_update_model_kwargs_for_generation", generate.update_kwargs)
+        _override(model, "_prepare_cache_for_generation", forward.prepare_cache)
+        _override(model, "create_masks_for_generate", forward.masks_for_generate)
+        _override(model, "_update_model_kwargs_for_generation", forward.update_kwargs)
         if hasattr(base, "rope_deltas"):
-            _override(model, "_prepare_position_ids_for_generation", generate.positions_for_generate)
+            _override(model, "_prepare_position_ids_for_generation", forward.positions_for_generate)
     for name in ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"):
         if hasattr(model, name):
             _override(model, name, attention.refuse_continuous_batching)
@@ -249,7 +249,7 @@ def _attend_with(name: str, module: Module) -> None:
 
 def detach(model: Module) -> None:
     """Take off whatever `attach` put on; a model that was never patched is left as it is."""
-    hooks: tuple[Callable[..., Any], ...] = (attention.hand_over_layer, generate.announce_logits)
+    hooks: tuple[Callable[..., Any], ...] = (attention.hand_over_layer, forward.announce_logits)
     for module in model.modules():
         undo = module.__dict__.pop("_fastkv_undo", _Undo())
         for name, (existed, value) in undo.attributes.items():

@@ -11,13 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from transformers import DynamicCache
-from transformers.cache_utils import (
-    Cache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-)
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer
 
 from ...budget import UNITS
 from ...cache.layer import LayerCache
@@ -28,9 +23,8 @@ from ...errors import FastKVError
 from ...parallel import Parallel
 from ...reference import LayerState, Moments
 from . import families, latent, modules, serialization, stock
-from .layer import FastKVLayer, HybridLayer
+from .layer import FastKVLayer, HybridLayer, Ring, WindowLayer
 from .prompt import Prompt
-from .sliding_window import Ring, WindowLayer
 
 
 class FastKVCache(Cache):
@@ -294,7 +288,10 @@ class FastKVCache(Cache):
         twin = copy.copy(self)
         twin.workspace = self.workspace.twin()
         twin.rope_deltas = None if self.rope_deltas is None else self.rope_deltas.clone()
-        twin.layers = [_copied(layer, twin.workspace) for layer in self.layers]
+        twin.layers = [
+            layer.copied(twin.workspace) if isinstance(layer, FastKVLayer) else stock.copied(layer)
+            for layer in self.layers
+        ]
         if self.windows:
             ring = copy.deepcopy(self.windows[0].ring)
             for layer in twin.windows:
@@ -312,11 +309,6 @@ class FastKVCache(Cache):
         twin = self.clone()
         twin.batch_repeat_interleave(n)
         return twin
-
-
-def _copied(layer: Any, workspace: CacheWorkspace) -> Any:
-    """A copy of a layer that shares no tensor which is ever written."""
-    return layer.copied(workspace) if isinstance(layer, FastKVLayer) else stock.copied(layer)
 
 
 def _places(model: Module) -> dict[int, tuple[torch.device, int]]:
@@ -371,7 +363,7 @@ def compressible(model: Module, layers: list[Any]) -> dict[int, type[FastKVLayer
 
     Raises: FastKVError for a kind of layer that is neither compressed nor bounded by itself.
     """
-    unknown = [layer for layer in layers if not stock.is_compressed(layer) and not stock.is_left(layer)]
+    unknown = [layer for layer in layers if type(layer) not in (*stock.COMPRESSED, *stock.LEFT)]
     if unknown:
         raise FastKVError(
             f"{type(model).__name__} keeps a {type(unknown[0]).__name__}, expected layers of full, sliding-window or "

@@ -4,7 +4,7 @@ The model reads a text, and then the same text again behind it. A model with oth
 text or a state, reads one half, and then the other: such layers know nothing of what is read again, so that repeating
 it would be the compressed heads' part alone, and hide what else they do. For every head, the tokens of the first
 reading are put in the order in which the policy would keep them. With g the gradient of the second reading's loss with
-respect to a head's output o_t for its t-th token, a head that keeps the c best tokens costs, to first order in the loss,
+respect to a head's output o_t for its t-th token, a head that keeps the c best tokens costs, to first order,
 
     cost_h(c) = sum_t (g_t . (o_t(c) - o_t))^2
 
@@ -277,8 +277,8 @@ def calibrate_heads(
     """Measure how many tokens each KV head of a model needs, on text that the model generates.
 
     The result is deterministic for a seed and serves all policies and budgets. Calibration takes about as long as
-    generating 256 tokens in a batch of eight and reading 1,024 tokens ten times; for a model with layers that are not
-    compressed, 1,024 tokens in a batch of two and half as much reading. It needs memory for the gradients of 512 tokens.
+    generating 256 tokens in a batch of eight and reading 1,024 tokens ten times. Where some layers are not compressed,
+    it is 1,024 tokens in a batch of two, and half the reading. It needs memory for the gradients of 512 tokens.
 
     Args:
         model: a transformers model that `fastkv.patch` accepts, not patched.

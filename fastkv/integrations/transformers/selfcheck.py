@@ -45,7 +45,11 @@ def unchanged(model: Module) -> Iterator[None]:
 
     Attributes, buffers and hooks of every module are put back, whatever happens inside.
     """
-    attributes = [(module, dict(vars(module)), _containers(module)) for module in model.modules()]
+    attributes: list[tuple[Module, dict[str, Any], dict[str, Any]]] = []
+    for module in model.modules():  # and copies of its dictionaries and sets: parameters, buffers, hooks
+        values = dict(vars(module))
+        containers = {name: copy.copy(value) for name, value in values.items() if isinstance(value, (dict, set))}
+        attributes.append((module, values, containers))
     contents = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if buffer.numel() <= SMALL]
     devices = {parameter.device for parameter in model.parameters()}
     with ExitStack() as stack:
@@ -57,20 +61,15 @@ def unchanged(model: Module) -> Iterator[None]:
             model.eval()
             yield
         finally:
-            for module, values, containers in attributes:
+            for module, values, copies in attributes:
                 vars(module).clear()
                 vars(module).update(values)
-                for name, held in containers.items():
+                for name, held in copies.items():
                     values[name].clear()
                     values[name].update(held)
             for buffer, held in contents:
                 if not torch.equal(buffer, held):
                     buffer.copy_(held)
-
-
-def _containers(module: Module) -> dict[str, Any]:
-    """Copies of the dictionaries and sets of a module: its parameters, buffers, hooks."""
-    return {name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, (dict, set))}
 
 
 @dataclass(frozen=True)

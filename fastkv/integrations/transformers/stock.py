@@ -26,11 +26,8 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 BEFORE, NOW = "past_key_values", "cache"
 CACHE = NOW if NOW in ALL_CACHE_NAMES else BEFORE
 NEWER = ("DummyLayer", "LinearAttentionAndSlidingWindowAttentionLayer")  # 5.10 has neither
-LEFT = (
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    *(vars(cache_utils)[n] for n in NEWER if n in vars(cache_utils)),
-)
+NEWER_LAYERS = [vars(cache_utils)[name] for name in NEWER if name in vars(cache_utils)]
+LEFT = (DynamicSlidingWindowLayer, LinearAttentionLayer, *NEWER_LAYERS)  # bounded already, or empty: stay as they are
 COMPRESSED = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
 PAIRS = ("keys", "values")
 STATES = ("conv_states", "recurrent_states")
@@ -42,11 +39,6 @@ WORDS: dict[type, str] = {
     DynamicSlidingWindowLayer: "a sliding window",
     LinearAttentionLayer: "linear attention",
 }
-
-
-def is_left(layer: Any) -> bool:
-    """Whether the layer is one that stays transformers' own: bounded already, or empty."""
-    return type(layer) in LEFT
 
 
 def is_compressed(layer: Any) -> bool:

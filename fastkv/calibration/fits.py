@@ -1,8 +1,9 @@
-"""The linear maps from keys to values that VECTOR recovers dropped values with, and the file that holds them.
+"""What is fitted to a model with text, and the files that hold it: maps from keys to values, statistics of queries.
 
-For every full-attention layer and KV head: value ~ k~ @ weight, k~ the key before the rotary embedding, of this head or
-of all KV heads of the layer side by side ("joint", the paper's map). The map has no intercept, because attention
-applies it once to the weighted sum of keys: sum_j p_j (k~_j @ W) = (sum_j p_j k~_j) @ W.
+VECTOR recovers dropped values with linear maps: for every full-attention layer and KV head, value ~ k~ @ weight, k~ the
+key before the rotary embedding, of this head or of all KV heads of the layer side by side ("joint", the paper's map).
+The map has no intercept, because attention applies it once to the weighted sum of keys: sum_j p_j (k~_j @ W) =
+(sum_j p_j k~_j) @ W.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 
 from ..errors import FastKVError
+from ..policies import QueryStatistics
 from .files import TensorFile, check_fitted
 
-FILE = TensorFile(
+MAPS = TensorFile(
     command="vector",
     what="maps from keys to values",
     version=1,
@@ -100,9 +102,9 @@ class VectorMap:
 
         Raises: FastKVError if it cannot be written; a file that was there before is then still there.
         """
-        facts = {name: getattr(self, name) for name in FILE.facts} | {"threshold": float(self.threshold)}
+        facts = {name: getattr(self, name) for name in MAPS.facts} | {"threshold": float(self.threshold)}
         tensors = {f"weight.{layer}": weight for layer, weight in self.weights.items()}
-        FILE.save(path, facts, tensors | {f"r2.{layer}": r2 for layer, r2 in self.r2.items()})
+        MAPS.save(path, facts, tensors | {f"r2.{layer}": r2 for layer, r2 in self.r2.items()})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], config: Any) -> VectorMap:
@@ -111,14 +113,14 @@ class VectorMap:
         Raises: FastKVError if there is no such file, if it is damaged or something else, if a newer fastkv wrote it, or
             if it was fitted to another model.
         """
-        facts, tensors = FILE.load(path, config)
+        facts, tensors = MAPS.load(path, config)
         layers = range(config.get_text_config(decoder=True).num_hidden_layers)
         weights = {i: tensors.pop(f"weight.{i}") for i in layers if f"weight.{i}" in tensors}
         r2 = {i: tensors.pop(f"r2.{i}") for i in layers if f"r2.{i}" in tensors}
         whole = not tensors and weights and weights.keys() == r2.keys()
         sound = whole and all(_fits(weight, r2[i]) for i, weight in weights.items())
         if not sound or len({len(r2[i]) > 1 for i, weight in weights.items() if len(weight) > 1}) > 1:
-            raise FILE.damaged(path)
+            raise MAPS.damaged(path)
         return cls(weights, r2, **facts)
 
 
@@ -127,3 +129,62 @@ def _fits(weight: Tensor, r2: Tensor) -> bool:
     kinds = (weight.ndim, weight.dtype, r2.ndim, r2.dtype) == (3, torch.float32, 1, torch.float64)
     joint = len(r2) == 1 and weight.shape[1] % len(weight) == 0
     return kinds and (joint or len(r2) == len(weight)) and all(bool(tensor.isfinite().all()) for tensor in (weight, r2))
+
+
+QUERIES = TensorFile(
+    command="queries", what="means of queries", version=1, facts={"fingerprint": str, "model": str, "tokens": int}
+)
+
+
+@dataclass(frozen=True, eq=False)
+class QueryCalibration:
+    """Statistics of the queries of one model.
+
+    Attributes:
+        layers: layer -> what its queries are like.
+        fingerprint: of the config of the model.  model: the same in words.
+        tokens: how many were read.
+    """
+
+    layers: Mapping[int, QueryStatistics]
+    fingerprint: str
+    model: str
+    tokens: int
+
+    def of_layer(self, layer: int) -> QueryStatistics:
+        """Those of one layer. Raises FastKVError for a layer that was not read."""
+        if layer not in self.layers:
+            raise FastKVError(
+                f"layer {layer} has no statistics of queries, the layers of the file are {sorted(self.layers)}; choose "
+                "one of them"
+            )
+        return self.layers[layer]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file with a JSON header, whole or not at all. Raises: FastKVError if that fails."""
+        tensors = {
+            f"{name}.{layer}": part for layer, known in self.layers.items() for name, part in known._asdict().items()
+        }
+        QUERIES.save(path, {name: getattr(self, name) for name in QUERIES.facts}, tensors)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], config: Any) -> QueryCalibration:
+        """Read a file for the model with this config, patched or not; tensors are on the CPU.
+
+        Raises: FastKVError as `TensorFile.load`.
+        """
+        facts, tensors = QUERIES.load(path, config)
+        layers = {
+            i: QueryStatistics(*(tensors.pop(f"{name}.{i}") for name in QueryStatistics._fields))
+            for i in range(config.get_text_config(decoder=True).num_hidden_layers)
+            if all(f"{name}.{i}" in tensors for name in QueryStatistics._fields)
+        }
+        if tensors or not layers or not all(map(_sound, layers.values())):
+            raise QUERIES.damaged(path)
+        return cls(layers, **facts)
+
+
+def _sound(known: QueryStatistics) -> bool:
+    """Whether they are finite, [Hq, Dk] and [Hq, F] fp32."""
+    shapes = known.mean.ndim == known.excess.ndim == 2 and len(known.mean) == len(known.excess)
+    return shapes and all(part.dtype == torch.float32 and bool(part.isfinite().all()) for part in known)
