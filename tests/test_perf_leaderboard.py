@@ -9,7 +9,7 @@ import torch
 from fastkv import Budget
 from fastkv.lab import facts
 from perf.leaderboard import __main__ as leaderboard
-from perf.leaderboard import measure, onward, page, times
+from perf.leaderboard import another, measure, onward, page, times
 
 from . import toy
 
@@ -192,3 +192,22 @@ def test_times_are_of_every_policy_and_of_the_full_cache(place, loaded, monkeypa
     steps = page.rows_of(place / f"{page.HEADS}.jsonl")
     assert [(row["kept"], row["batch"]) for row in steps] == [(128, 1), (128, 4)] and "uniform heads" in text
     assert "## Time" in text and "| full cache | |  | " in text.split("## Time")[1]
+
+
+def test_heads_of_another_model(place, monkeypatch, capsys):
+    """A text counts when all of it was measured; what is there is not measured again."""
+    monkeypatch.setattr(another, "RESULTS", place / "another")
+    for name, value in (("LENGTH", 300), ("KEEPS", (0.5,)), ("NAMES", ("keydiff", "streaming"))):
+        monkeypatch.setattr(another, name, value)
+    for texts in (1, 2):
+        another.run(str(toy.MODEL_DIR), texts)
+        assert len(capsys.readouterr().out.splitlines()) == 4
+    file = place / "another" / f"{toy.MODEL_DIR.name}.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join(lines[:-1]) + "\n")
+    page.write(place, leaderboard.TABLES)
+    text = page.PAGE.read_text().split(f"## {toy.MODEL_DIR.name}: uniform and calibrated heads")[1]
+    kls = [json.loads(line)["text_kl"] for line in lines[:4]]
+    assert f"| `keydiff` | {kls[0]:.3f} | {kls[1]:.3f} |" in text and "texts: 1;" in text
+    mean = ((kls[1] / kls[0]) * (kls[3] / kls[2])) ** 0.5
+    assert f"calibrated to uniform heads: {mean:.2f}." in text
