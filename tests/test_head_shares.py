@@ -345,7 +345,7 @@ def test_a_patched_model_is_calibrated_and_stays_patched(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibrate, "LENGTH", 40)
     model = fastkv.patch(build("llama"), "keydiff", Budget(tokens=64, heads="uniform"))
-    monkeypatch.setattr(calibrate, "own_texts", lambda model, seed: 1 / 0)
+    monkeypatch.setattr(calibrate, "own_texts", lambda model, seed, rows: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         fastkv.patch(model, "snapkv")
     assert FastKVCache(model).config.policy.name == "keydiff"

@@ -125,9 +125,9 @@ def test_what_generate_evicts_is_no_padding(block, side):
 def test_generate_never_looks_for_padding_in_its_own_steps(static, monkeypatch):
     """To look is to wait for the device; only masks that others made are looked at."""
     looked = []
-    stock = fastkv.integrations.transformers.generate.ends_in_padding
+    stock = fastkv.integrations.transformers.forward.ends_in_padding
     monkeypatch.setattr(
-        fastkv.integrations.transformers.generate, "ends_in_padding", lambda mask: looked.append(mask) or stock(mask)
+        fastkv.integrations.transformers.forward, "ends_in_padding", lambda mask: looked.append(mask) or stock(mask)
     )
     model = build()
     fastkv.patch(model, "keydiff", Budget(tokens=20, sinks=2, recent=3), static=static)

@@ -275,7 +275,7 @@ def test_drafts_on_older_transformers(name, monkeypatch):
         monkeypatch.delattr(Cache, "activate_past_recording", raising=False)
         expected = "needs transformers >= 5.14"
     else:
-        monkeypatch.setattr(fastkv.integrations.transformers.generate, "SLIDING_ROLLBACK", Version("999"))
+        monkeypatch.setattr(fastkv.integrations.transformers.forward, "SLIDING_ROLLBACK", Version("999"))
         expected = f"needs transformers >= {'5.23' if ROLLS_BACK else '5.14'}"
     with pytest.raises(FastKVError, match=expected) as error:
         with_draft(model, ids)

@@ -217,9 +217,10 @@ def on_another_model(file: Path) -> str:
     together = math.exp(mean(map(math.log, ratios)))
     head = " | ".join(f"{100 * (1 - keep):g} % removed, uniform | calibrated" for keep in another.KEEPS)
     return (
-        f"## {file.stem}: uniform and calibrated heads\n\nText KL over 64 tokens that go on after {another.LENGTH:,}, at "
-        f"equal tokens; texts: {len({row['seed'] for row in rows})}; {where_of(rows)}. Nothing was tuned on this model. "
-        f"Geometric mean of the ratio of calibrated to uniform heads: {together:.2f}.\n\n"
+        f"## {file.stem}: uniform and calibrated heads\n\nText KL over 64 tokens that go on after "
+        f"{another.LENGTH:,}, at equal tokens; texts: {len({row['seed'] for row in rows})}; {where_of(rows)}. "
+        "Nothing was tuned on this model. Geometric mean of the ratio of calibrated to uniform heads: "
+        f"{together:.2f}.\n\n"
         + "\n".join([f"| policy | {head} |", f"|---|{'---|' * 2 * len(another.KEEPS)}", *lines, ""])
     )
 
