@@ -1,4 +1,4 @@
-"""Calibrated heads on a model that nothing was tuned on: `python -m perf.leaderboard.another MODEL`.
+"""Calibrated heads on another model than the one of the leaderboard: `python -m perf.leaderboard.another MODEL`.
 
 Each policy compresses the same texts with heads that are alike and with heads that are calibrated, at equal tokens; the
 divergence of the text that goes on is compared. What is measured stays: killed, it goes on where it was.

@@ -199,7 +199,7 @@ def ahead(rows: list[dict[str, Any]], table: Table) -> list[str]:
 
 
 def on_another_model(file: Path) -> str:
-    """The table of a model that nothing was tuned on, over the texts on which every cell was measured."""
+    """The table of another model, over the texts on which every cell was measured."""
     rows = rows_of(file)
     cells = Counter(row["seed"] for row in rows)
     rows = [row for row in rows if cells[row["seed"]] == len(another.NAMES) * len(another.KEEPS) * len(times.HEADS)]
@@ -219,7 +219,9 @@ def on_another_model(file: Path) -> str:
     return (
         f"## {file.stem}: uniform and calibrated heads\n\nText KL over 64 tokens that go on after "
         f"{another.LENGTH:,}, at equal tokens; texts: {len({row['seed'] for row in rows})}; {where_of(rows)}. "
-        "Nothing was tuned on this model. Geometric mean of the ratio of calibrated to uniform heads: "
+        "Policies were not tuned on this model; "
+        "how its heads are calibrated was chosen on the first text. "
+        "Geometric mean of the ratio of calibrated to uniform heads: "
         f"{together:.2f}.\n\n"
         + "\n".join([f"| policy | {head} |", f"|---|{'---|' * 2 * len(another.KEEPS)}", *lines, ""])
     )
