@@ -11,7 +11,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean
 
 from .calibration.head_shares import HeadShares
 from .errors import FastKVError
@@ -264,8 +263,8 @@ class Budget:
         if not cost.least:
             return 0
         if self.shared is not None:
-            means = [mean(self.heads_of(layer, num_layers, average, context)) for layer in range(num_layers)]
-            return sum(map(cost.spent, means))
+            heads = [self.heads_of(layer, num_layers, average, context) for layer in range(num_layers)]
+            return sum(cost.spent(sum(own) / len(own)) for own in heads)
         if self.layers == "uniform":
             return 0
         return sum(cost.spent(self._share(average, layer, num_layers)) for layer in range(num_layers))

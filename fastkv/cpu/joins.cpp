@@ -19,14 +19,12 @@ struct Joining {
 
 namespace {
 
-constexpr int64_t TILE = 12;  // movers whose products with NATIVE partners fit into the registers of any processor
-
 inline int64_t whole(int64_t dim) { return (dim + WIDE - 1) / WIDE * WIDE; }
 
 class Parts {
     const Joining& all;
     int64_t place, keys, width, used;  // keys: numbers before the values of a row
-    // partners: the points of those that others may join, a column each; inverse: 1 / count.
+    // partners: the points of those that others may join, SIDE of them together (as in peaks.cpp); inverse: 1 / count.
     std::vector<float> count, spread, means, points, partners, squares, inverse;
 
     float* mean(int64_t part) { return &means[part * width]; }
@@ -67,16 +65,17 @@ class Parts {
         int64_t mover, partner;
     };
 
-    // The points of every second part from `first` on as columns, in whole vectors, with their squares and 1 / count.
+    // The points of every second part from `first` on as `partners`, in whole vectors, with their squares and 1 / count.
     // Columns without a part are infinitely far away.
     int64_t line_up(int64_t first) {
-        int64_t number = (used - first + 1) / 2, columns = whole(number);
+        int64_t number = (used - first + 1) / 2, columns = (number + SIDE - 1) / SIDE * SIDE;
         std::fill(partners.begin(), partners.begin() + width * columns, 0.0f);
         std::fill(squares.begin(), squares.begin() + columns, __builtin_inff());
         std::fill(inverse.begin(), inverse.begin() + columns, 1.0f);
         for (int64_t column = 0; column < number; ++column) {
             int64_t part = first + 2 * column;
-            for (int64_t i = 0; i < width; ++i) partners[i * columns + column] = points[part * width + i];
+            float* own = &partners[column / SIDE * SIDE * width + column % SIDE];
+            for (int64_t i = 0; i < width; ++i) own[i * SIDE] = points[part * width + i];
             squares[column] = square(part);
             inverse[column] = 1 / count[part];
         }
@@ -90,37 +89,35 @@ class Parts {
         return total_of(sum);
     }
 
-    // The cheapest partner of TILE movers, `mover`, `mover + 2`, ...: partner c is part `first + 2 c`.
+    // The cheapest partner of STACK movers, `mover`, `mover + 2`, ...: partner c is part `first + 2 c`.
     void cheapest(int64_t mover, int64_t first, int64_t columns, Pair* best) {
-        const float* rows[TILE];
-        float own[TILE], shares[TILE];
-        Native least[TILE];
-        NativeInts which[TILE] = {};
-        for (int64_t one = 0; one < TILE; ++one) {
+        const float* rows[STACK];
+        float own[STACK], shares[STACK];
+        Native least[STACK];
+        NativeInts which[STACK] = {};
+        for (int64_t one = 0; one < STACK; ++one) {
             int64_t part = std::min(mover + 2 * one, used - 1);  // the last tile may be cut short
             rows[one] = &points[part * width];
             own[one] = square(part);
             shares[one] = 1 / count[part];
             least[one] = Native{} + __builtin_inff();
         }
-        for (int64_t column = 0; column < columns; column += NATIVE) {
-            Native product[TILE] = {};
-            for (int64_t i = 0; i < width; ++i) {
-                Native theirs = native(&partners[i * columns + column]);
+        for (int64_t column = 0; column < columns; column += SIDE) {
+            Products products = {};
+            multiply(rows, &partners[column * width], width, products);
 #pragma GCC unroll 12
-                for (int64_t one = 0; one < TILE; ++one) product[one] += rows[one][i] * theirs;
-            }
-#pragma GCC unroll 12
-            for (int64_t one = 0; one < TILE; ++one) {
-                Native distance = own[one] + native(&squares[column]) - 2 * product[one];
-                distance = distance < 0 ? Native{} : distance;
-                Native cost = distance / (shares[one] + native(&inverse[column]));
-                NativeInts better = cost < least[one];  // not where it is no number
-                least[one] = better ? cost : least[one];
-                which[one] = better ? NativeInts{} + int32_t(column) : which[one];
-            }
+            for (int64_t one = 0; one < STACK; ++one)
+                for (int64_t part = 0; part < SIDE; part += NATIVE) {
+                    int64_t at = column + part;
+                    Native distance = own[one] + native(&squares[at]) - 2 * products[one][part / NATIVE];
+                    distance = distance < 0 ? Native{} : distance;
+                    Native cost = distance / (shares[one] + native(&inverse[at]));
+                    NativeInts better = cost < least[one];  // not where it is no number
+                    least[one] = better ? cost : least[one];
+                    which[one] = better ? NativeInts{} + int32_t(at) : which[one];
+                }
         }
-        for (int64_t one = 0; one < TILE; ++one) {
+        for (int64_t one = 0; one < STACK; ++one) {
             best[one] = {__builtin_inff(), mover + 2 * one, first};  // where no cost is finite, no token may be lost
             for (int64_t lane = 0; lane < NATIVE; ++lane) {
                 int64_t partner = first + 2 * (which[one][lane] + lane);
@@ -138,8 +135,8 @@ class Parts {
         standardise(0, keys, total);
         standardise(keys, width, total);
         int64_t columns = line_up(1 - half), movers = (used - half + 1) / 2;
-        std::vector<Pair> pairs(movers + TILE);
-        for (int64_t one = 0; one < movers; one += TILE) cheapest(half + 2 * one, 1 - half, columns, &pairs[one]);
+        std::vector<Pair> pairs(movers + STACK);
+        for (int64_t one = 0; one < movers; one += STACK) cheapest(half + 2 * one, 1 - half, columns, &pairs[one]);
         pairs.resize(movers);
         std::stable_sort(pairs.begin(), pairs.end(), [](const Pair& a, const Pair& b) { return a.cost < b.cost; });
         pairs.resize(joins);
@@ -148,7 +145,7 @@ class Parts {
 
     template <typename Pairs>
     void merge(const Pairs& pairs) {
-        std::vector<float> tokens(count), moved(spread), means_before(means);
+        std::vector<float> tokens(count), moved(spread), means_before(mean(0), mean(used));
         for (const auto& pair : pairs) tokens[pair.partner] += count[pair.mover];
         auto share = [&](int64_t part, int64_t of) { return count[part] / tokens[of]; };
         std::vector<uint8_t> grown(used), gone(used);
@@ -209,7 +206,7 @@ class Parts {
     Parts(const Joining& all, int64_t place, int64_t from, int64_t to)
         : all(all), place(place), keys(whole(all.key_dim)), width(keys + whole(all.value_dim)), used(0),
           count(all.num + to - from), spread(count.size()), means(count.size() * width), points(means.size()),
-          partners(whole(count.size() / 2 + 1) * width), squares(whole(count.size())), inverse(squares.size()) {
+          partners((count.size() / 2 + 1 + SIDE) * width), squares(partners.size() / width), inverse(squares.size()) {
         for (int64_t part = place * all.num; part < (place + 1) * all.num; ++part)
             if (all.count[part] > 0)
                 take(all.count[part], all.spread[part], [&](bool value, int64_t i) {

@@ -1,6 +1,6 @@
 // The largest weight that any query gives each key on a CPU: `peak_attention` and `most_attended` of the reference.
 //
-// A thread takes TILE queries at a time: their logits with all keys of a head stay in its cache, where the sum of their
+// A thread takes STACK queries at a time: their logits with all keys of a head stay in its cache, where the sum of their
 // exponentials is taken, and what they less its logarithm are is compared with the largest so far. A maximum is the same
 // in any order, so results depend on neither threads nor batch.
 
@@ -21,14 +21,13 @@ struct Peaks {
 
 namespace {
 
-constexpr int TILE = 12;  // queries whose logits with NATIVE keys fit into the registers of any processor
-
 struct Query {
     int64_t place;  // of its numbers: [heads, groups, queries] of a sequence
     float sink;
 };
 
-// The keys of a head, a column each in whole vectors, and what is added to their logits.
+// The keys of a head and what is added to their logits. SIDE keys lie together: numbers a power of two apart would
+// fall on the same lines of a cache.
 class Columns {
     const Peaks& all;
     int64_t width;
@@ -42,34 +41,32 @@ class Columns {
 
   public:
     Columns(const Peaks& all, int64_t place)
-        : all(all), width((all.length + WIDE - 1) / WIDE * WIDE), columns(all.dim * width), hidden(width) {
+        : all(all), width((all.length + SIDE - 1) / SIDE * SIDE), columns(all.dim * width), hidden(width) {
         for (int64_t key = 0; key < width; ++key) {
             bool real = key < all.length && all.valid[place * all.length + key];
             hidden[key] = real ? 0 : -__builtin_inff();
+            float* own = &columns[key / SIDE * SIDE * all.dim + key % SIDE];
             for (int64_t i = 0; real && i < all.dim; ++i)
-                columns[i * width + key] = all.keys[(place * all.length + key) * all.dim + i];
+                own[i * SIDE] = all.keys[(place * all.length + key) * all.dim + i];
         }
     }
 
     int64_t size() const { return width; }
 
-    // most [width]: becomes the larger of it and log softmax of each query; logits: room [TILE, width].
+    // most [width]: becomes the larger of it and log softmax of each query; logits: room [STACK, width].
     void look(const Query* queries, int64_t number, const float* numbers, float* logits, float* most) const {
-        const float* rows[TILE];
-        for (int64_t one = 0; one < TILE; ++one) rows[one] = numbers + queries[std::min(one, number - 1)].place * all.dim;
-        for (int64_t column = 0; column < width; column += NATIVE) {
-            Native sums[TILE] = {};
-            for (int64_t i = 0; i < all.dim; ++i) {
-                Native theirs = native(&columns[i * width + column]);
+        const float* rows[STACK];
+        for (int64_t one = 0; one < STACK; ++one) rows[one] = numbers + queries[std::min(one, number - 1)].place * all.dim;
+        for (int64_t column = 0; column < width; column += SIDE) {
+            Products sums = {};
+            multiply(rows, &columns[column * all.dim], all.dim, sums);
 #pragma GCC unroll 12
-                for (int64_t one = 0; one < TILE; ++one) sums[one] += rows[one][i] * theirs;
-            }
-#pragma GCC unroll 12
-            for (int64_t one = 0; one < TILE; ++one) {
-                Native logit = sums[one] * all.scale;
-                logit = (all.softcap ? bent(logit) : logit) + native(&hidden[column]);
-                store_native(logits + one * width + column, logit);
-            }
+            for (int64_t one = 0; one < STACK; ++one)
+                for (int64_t part = 0; part < SIDE; part += NATIVE) {
+                    Native logit = sums[one][part / NATIVE] * all.scale;
+                    logit = (all.softcap ? bent(logit) : logit) + native(&hidden[column + part]);
+                    store_native(logits + one * width + column + part, logit);
+                }
         }
         for (int64_t one = 0; one < number; ++one) {
             const float* own = logits + one * width;
@@ -107,10 +104,10 @@ extern "C" void peak_attention(const Peaks* all) {
         std::vector<float> most(width, -__builtin_inff());
 #pragma omp parallel num_threads(all->threads)
         {
-            std::vector<float> own(width, -__builtin_inff()), logits(TILE * width);
+            std::vector<float> own(width, -__builtin_inff()), logits(STACK * width);
 #pragma omp for nowait
-            for (int64_t first = 0; first < int64_t(queries.size()); first += TILE) {
-                int64_t number = std::min<int64_t>(TILE, queries.size() - first);
+            for (int64_t first = 0; first < int64_t(queries.size()); first += STACK) {
+                int64_t number = std::min<int64_t>(STACK, queries.size() - first);
                 columns.look(&queries[first], number, all->queries, logits.data(), own.data());
             }
 #pragma omp critical

@@ -21,6 +21,10 @@ constexpr int NATIVE = 4, SUMS = 24;
 #endif
 constexpr int PIECES = WIDE / NATIVE;
 
+// `multiply` takes STACK rows and SIDE columns: their sums fill the registers, so each number read is used most often.
+constexpr int SIDE = std::max(WIDE, 2 * NATIVE), ABREAST = SIDE / NATIVE;
+constexpr int64_t STACK = SUMS / ABREAST;
+
 // Vectors in memory, wherever they begin.
 #define LANES(type, name, count) \
     typedef type name __attribute__((vector_size(sizeof(type) * (count)), aligned(1), may_alias))
@@ -75,6 +79,20 @@ inline float total_of(Floats lanes) {
     float parts[WIDE];
     store(parts, lanes);
     return total(parts);
+}
+
+typedef Native Products[STACK][ABREAST];
+
+// sums += rows [STACK, number] @ columns [number, SIDE].
+inline void multiply(const float* const* rows, const float* columns, int64_t number, Products& sums) {
+    for (int64_t i = 0; i < number; ++i, columns += SIDE) {
+        Native theirs[ABREAST];
+        for (int64_t part = 0; part < ABREAST; ++part) theirs[part] = native(columns + part * NATIVE);
+#pragma GCC unroll 12
+        for (int64_t one = 0; one < STACK; ++one)
+#pragma GCC unroll 4
+            for (int64_t part = 0; part < ABREAST; ++part) sums[one][part] += rows[one][i] * theirs[part];
+    }
 }
 
 constexpr float ROUNDING = 0x1.8p23f;  // adding it rounds numbers below 2^22 to whole ones, half to even

@@ -63,7 +63,7 @@ class ExpectedAttention(Policy):
         attention = torch.zeros_like(keys[..., 0])
         for member in range(groups):
             centre, spread = mean[:, member::groups], covariance[:, member::groups] * signals.layer.scale / 2
-            logits = signals.layer.scale * (keys * (keys @ spread + centre)).sum(-1)
+            logits = signals.layer.scale * (keys @ spread).add_(centre).mul_(keys).sum(-1)
             attention += masked_softmax(logits, signals.valid)[0] / groups
         length = torch.linalg.vector_norm(signals.values.to(mean.dtype), dim=-1)
         known = ((attention + self.epsilon) * length).float().clamp(min=torch.finfo(torch.float32).tiny)
@@ -81,9 +81,10 @@ class ExpectedAttention(Policy):
         valid = signals.valid[:, :1, -signals.queries.shape[2] :] & (places >= self.sinks)
         count = valid.sum(-1, keepdim=True)
         queries = rotary.unrotate(signals.queries.to(compute_dtype(signals.queries)), places)
-        queries, number = torch.where(valid[..., None], queries, 0), count[..., None].clamp(min=1)
+        number = count[..., None].clamp(min=1)
+        queries.masked_fill_(~valid[..., None], 0)  # in place, like the rest: it is large
         mean = queries.sum(2, keepdim=True) / number
-        offset = torch.where(valid[..., None], queries - mean, 0)
+        offset = queries.sub_(mean).mul_(valid[..., None].to(mean.dtype))
         covariance = offset.transpose(-1, -2) @ offset / number
 
         newest = torch.where(signals.valid, signals.positions, -1).amax((1, 2), keepdim=True)
