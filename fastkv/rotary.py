@@ -53,15 +53,21 @@ class Rotary:
     def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys [B, Hkv, N, D] as they were before the embedding turned them to `positions` [B, Hkv, N]; same dtype."""
         cos, sin = self._turn(positions)
-        return self._turned(keys, cos / self.scaling, -sin / self.scaling)
+        if self.scaling != 1:
+            cos, sin = cos / self.scaling, sin / self.scaling
+        return self.turned(keys, cos, -sin)
 
     def ahead(self, vectors: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
         """Mean over `offsets` [O] of what the embedding makes of vectors [B, H, N, D] at `positions` + offset.
 
         Args: positions: int, broadcast to [B, H, N].
         """
+        return self.turned(vectors, *self.turn_ahead(positions, offsets))
+
+    def turn_ahead(self, positions: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean turn of `ahead`, for `turned`: cos and sin, times the scaling."""
         cos, sin = self._turn(positions[..., None] + offsets)
-        return self._turned(vectors, cos.mean(-2) * self.scaling, sin.mean(-2) * self.scaling)
+        return cos.mean(-2) * self.scaling, sin.mean(-2) * self.scaling
 
     def radius(self, keys: Tensor) -> Tensor:
         """What turning leaves as it is, of each dimension of keys [..., D]: the length of its pair, fp32."""
@@ -78,7 +84,7 @@ class Rotary:
         angle = positions[..., None].float() * self.frequencies
         return angle.cos(), angle.sin()
 
-    def _turned(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def turned(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Vectors with each pair turned by an angle of which cos and sin are given."""
         # Queries come with tokens before heads: on such strides operators take several times as long as a copy.
         before, (first, second), after = self._split(vectors.contiguous())

@@ -1,6 +1,6 @@
 """vLLM's own cache against a compressed one, in the same bytes: sequences that fit, speed and latency under load.
 
-    python -m perf.serving --model DIR                              # 1, 8 and 32 requests at once
+    python -m perf.serving --model smollm2                          # 1, 8 and 32 requests at once
     python -m perf.serving --model DIR --prompts 8192 --requests 16 --cache-mib 256
     python -m perf.serving --toy                                    # a small model with random weights, made here
 
@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from fastkv.lab import pretrained
+
 from .environment import environment
 
 RESULTS = Path(__file__).parent / "results" / "serving"
@@ -35,7 +37,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="perf.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="directory or name of a model")
+    parser.add_argument("--model", help="smollm2, or a directory or name of a model")
     parser.add_argument("--toy", action="store_true", help="a small Llama with random weights in place of a model")
     parser.add_argument("--policy", default="fastkv", help="of the compressed cache")
     parser.add_argument("--budget", type=int, default=512, help="tokens per KV head that are kept")
@@ -68,7 +70,7 @@ def engine_of(options: argparse.Namespace) -> Any:
     if options.engine == OURS:
         settings = {"fastkv": {"policy": options.policy, "budget": options.budget, "prefill_block": options.block}}
     return LLM(
-        options.model,
+        pretrained.place(options.model)[0],
         dtype=options.dtype,
         max_model_len=longest,
         max_num_seqs=max(options.requests),

@@ -36,7 +36,8 @@ TOKENS, SPARE = 1024, 16  # of a head: a budget, and what comes between eviction
 BLOCK = 500  # of a prompt: no multiple of 16
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FOUR = ("int4", "k8v4")  # whose values are packed
-NUMBERS = ("_flash.runs", "window_scores.merge")  # kernels that read nothing else, a few bytes at a time
+# Kernels that read nothing else, a few bytes at a time.
+NUMBERS = ("_flash.runs", "window_scores.merge", "expected_attention.weight", "z_scores.z")
 LEAVING = ("evict.evict", "compact.moments", "compact.merge")
 PREFILL = "prefill_attention.prefill"
 SHARES = (0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7)  # of heads of unequally many slots
@@ -210,14 +211,26 @@ def peaks(dim: int, sinks: bool = False) -> None:
     operations.peak_attention(q, keys, 0.1, valid=real, asked=mask(1, BLOCK), sink_logits=new(32) if sinks else None)
 
 
-def selected(length: int, masked: bool = False) -> None:
-    """The best of so many candidates."""
+def expected(dim: int) -> None:
+    """Attention of queries to come."""
+    (keys, real), heads = keys_of(dim, 4096), 32
+    operations.expected_attention(keys, new(1, heads, 1, dim), new(1, heads, dim, dim), 0.1, valid=real)
+
+
+def standard() -> None:
+    """z-scores of three scores of each candidate."""
+    operations.z_scores(new(3, 1, 8, 4096), mask(1, 8, 4096))
+
+
+def selected(length: int, masked: bool = False, ragged: bool = False) -> None:
+    """The best of so many candidates; ragged: as many as a tensor says of each head."""
     shape = (1, 8, length)
     rule: dict[str, Any] = (
         dict(protected=mask(*shape)) if masked else dict(seen=new(1, dtype=torch.int64), recent=RECENT)
     )
+    tokens = new(1, 8, dtype=torch.int64) if ragged else TOKENS
     select.select(
-        scores=new(*shape), positions=new(*shape, dtype=torch.int32), valid=mask(*shape), tokens=TOKENS, **rule
+        scores=new(*shape), positions=new(*shape, dtype=torch.int32), valid=mask(*shape), tokens=tokens, **rule
     )
 
 
@@ -349,7 +362,10 @@ mass dim=128,256,512 chunk=1024
 mass dim=64 chunk=256,1024 sinks
 peaks dim=64,80,128,256,512
 peaks dim=128 sinks
+expected dim=64,80,128,256,512
+standard
 selected length=2000,4000 masked
+selected length=2000,20000 masked ragged
 selected length=2000,20000
 window dim=64,80,128,256,512
 window dim=64,128 bias

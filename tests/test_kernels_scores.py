@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 
 from fastkv import ops, reference
 from fastkv.errors import FastKVError
-from fastkv.kernels import key_scores, leverage, noncausal_mass, peak_attention, window_scores
+from fastkv.kernels import (
+    expected_attention,
+    key_scores,
+    leverage,
+    noncausal_mass,
+    peak_attention,
+    window_scores,
+    z_scores,
+)
 from fastkv.reference import geometry
 
 from .conftest import examples
@@ -16,7 +24,7 @@ from .states import sinks
 
 # The interpreter truncates fp32 to bf16 where the GPU rounds; nothing here casts to bf16, so bf16 inputs are exact too.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MODULES = (key_scores, leverage, noncausal_mass, peak_attention, window_scores)
+MODULES = (expected_attention, key_scores, leverage, noncausal_mass, peak_attention, window_scores, z_scores)
 
 
 class _Torch:
@@ -279,6 +287,67 @@ def test_window_with_everything_visible():
 def test_window_any_case(groups, window, num, mask, mass, padding, softcap, dtype, seed):
     case = window_case(1, 1, groups, 16, num, window, dtype, mask, 1.0, mass, padding, seed)
     check_window(*case, 0.3, softcap)
+
+
+# Expected Attention, and z-scores
+
+
+def check_expected(keys, groups, mask, scale=0.125):
+    batch, heads, num, dim = keys.shape
+    generator = torch.Generator().manual_seed(1)
+    mean = torch.randn(batch, groups * heads, 1, dim, generator=generator)
+    root = torch.randn(batch, groups * heads, dim, dim, generator=generator)
+    covariance, valid = root @ root.mT / dim, make_mask("none" if mask is None else mask, batch, heads, num)
+    valid = torch.ones(batch, heads, num, dtype=torch.bool) if valid is None else valid
+    got = expected_attention.expected_attention(hide(keys, valid), mean, covariance, scale, valid=valid)
+    wanted = (
+        reference.expected_attention(keys, mean.to(d), covariance.to(d), scale, valid=valid)
+        for d in (torch.float64, torch.float32)
+    )
+    close(got, *wanted, tiny=1e-6)
+    assert (got[~valid] == 0).all()
+
+
+@pytest.mark.parametrize("groups, dtype", covering([1, 3, 4, 7], DTYPES, together=1))
+def test_expected_attention_of_groups(groups, dtype):
+    check_expected(tokens(2, 2, 45, 64, dtype), groups, "scattered")
+
+
+@pytest.mark.parametrize("dim", [16, 80, 96, 128, 256, 512])
+def test_expected_attention_of_head_dims(dim):
+    check_expected(tokens(1, 1, 40, dim, torch.float16), 2, None)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_expected_attention_of_masks(mask, monkeypatch):
+    monkeypatch.setattr(expected_attention, "BLOCK", 64)  # weights of several tiles
+    check_expected(tokens(2, 1, 150, 16), 2, mask)
+
+
+def test_expected_attention_of_large_logits():
+    check_expected(tokens(1, 1, 40, 64, size=30.0), 2, None)
+
+
+def check_z(scores, mask):
+    got = z_scores.z_scores(scores.masked_fill(~mask, float("nan")), mask)
+    wanted = (reference.z_scores(scores.to(dtype), mask) for dtype in (torch.float64, torch.float32))
+    close(got, *wanted)
+    assert (got[~mask.expand_as(got)] == 0).all()
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_z_scores(mask, monkeypatch):
+    monkeypatch.setattr(z_scores, "BLOCK", 32)
+    scores = torch.randn(3, 2, 2, 75, generator=torch.Generator().manual_seed(0)) + 5
+    scores[1] = 0.3  # all equal
+    scores[2] *= 1e4
+    mask = make_mask(mask, 2, 2, 75)
+    check_z(scores, torch.ones(2, 2, 75, dtype=torch.bool) if mask is None else mask)
+
+
+def test_z_scores_refuse_a_mask_of_another_shape():
+    with pytest.raises(FastKVError, match="end in the shape of the mask"):
+        z_scores.z_scores(torch.zeros(3, 2, 2, 5), torch.ones(1, 2, 5, dtype=torch.bool))
 
 
 # Compactor: non-causal attention

@@ -23,13 +23,14 @@ pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 
 def check_select(scores, positions, valid, protected, tokens):
-    wanted = reference.select(scores, positions, valid, protected, tokens)
+    each = isinstance(tokens, torch.Tensor)
+    wanted = (reference.select_each if each else reference.select)(scores, positions, valid, protected, tokens)
     kept, counts = select(
         scores=scores.to(DEVICE),
         positions=positions.to(DEVICE),
         valid=valid.to(DEVICE),
         protected=protected.to(DEVICE),
-        tokens=tokens,
+        tokens=tokens.to(DEVICE) if each else tokens,
     )
     assert kept.dtype == torch.bool and counts.dtype == torch.int64
     assert torch.equal(counts.cpu(), wanted.counts)
@@ -70,6 +71,15 @@ def test_select_is_exact(kind, num):
     protected = torch.rand(shape, generator=generator) > 0.8
     for tokens in {0, 1, num // 3, num, num + 5}:
         check_select(scores, positions, valid, protected, tokens)
+
+
+@pytest.mark.parametrize("num", [7, 129])
+def test_select_of_heads_that_keep_their_own_number(num):
+    generator = torch.Generator().manual_seed(num)
+    shape = (2, 3, num)
+    scores, positions = make_scores("ties", shape, generator), shuffled_positions(shape, generator)
+    valid, protected = torch.rand(shape, generator=generator) > 0.2, torch.rand(shape, generator=generator) > 0.8
+    check_select(scores, positions, valid, protected, torch.tensor([[0, 1, num // 3], [num // 2, num, num + 5]]))
 
 
 @pytest.mark.parametrize("kind", [named(kind, slow=kind != "ties") for kind in KINDS])

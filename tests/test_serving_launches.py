@@ -3,6 +3,8 @@
 Counted on launches that do not run; torch's operators are launches, too.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,24 +13,32 @@ from fastkv.cache.paged import PagedLayer, PagedRule
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 from fastkv.integrations.vllm.batch import Batcher
+from fastkv.rotary import Rotary
 
 from .launches import Operators, recorded
+from .test_paged import calibrated
 from .test_serving_batch import described, only
 
 HQ, HKV, DIM, BLOCK, EVERY = 8, 2, 32, 64, 16
 LAUNCHES = {  # of a step in which prompts begin, of one that reads their ends, before one where an eviction is due
-    "keydiff": (29, 42, 7),
-    "momentkv": (41, 101, 12),
-    "snapkv": (32, 75, 5),
+    ("keydiff", "uniform"): (29, 42, 7),
+    ("keydiff", "calibrated"): (81, 87, 27),
+    ("momentkv", "uniform"): (41, 101, 12),
+    ("snapkv", "uniform"): (32, 75, 5),
+    ("fastkv", "uniform"): (189, 202, 52),
+    ("fastkv", "calibrated"): (269, 283, 110),
 }
 
 
 class Server:
     """One layer of a model, and the batches of a server with so many sequences that decode and prompts that begin."""
 
-    def __init__(self, policy, decoding, prompts):
-        budget = Budget(tokens=BLOCK, sinks=2, recent=8, heads="uniform")
+    def __init__(self, policy, decoding, prompts, heads="uniform", tokens=BLOCK):
+        budget = Budget(tokens=tokens, sinks=2, recent=8, heads="uniform")
+        if heads == "calibrated":
+            budget = replace(calibrated(1.5, 0.5, tokens=tokens, context=4096), recent=8)
         config = Config.make(policy, budget, BLOCK, EVERY, "auto", "triton", None)
+        config = replace(config, rotations={0: Rotary(10000.0 ** -torch.linspace(0, 1, DIM // 2))})
         most = decoding + prompts
         like, shared = torch.empty(1, HKV, 0, DIM, dtype=torch.bfloat16), CacheWorkspace(sequences=most)
         rule = PagedRule.of(config, 0, 0, 1, like, like, shared)
@@ -56,19 +66,22 @@ class Server:
         return found
 
 
-@pytest.mark.parametrize("policy", LAUNCHES)
-def test_launches_do_not_grow_with_the_number_of_requests(policy):
+@pytest.mark.calibrated
+@pytest.mark.parametrize("policy, heads", LAUNCHES)
+def test_launches_do_not_grow_with_the_number_of_requests(policy, heads):
     """Of a step in which prompts begin, of one that reads their ends beside sequences that decode, of one that only
     decodes, and of what comes before the step after an eviction is due.
     """
+    begin, end, before_eviction = LAUNCHES[policy, heads]
+    cleared = 1 if heads == "uniform" else 2  # a page, and where its heads begin
     for number in (2, 8):
-        server, counts = Server(policy, number, number), []
+        server, counts = Server(policy, number, number, heads), []
         for _ in range(EVERY + 2):
             before, within = server.step()
             counts.append((len(before), len(within)))
         within = [name for name in within if name.endswith("_kernel")]
-        assert [counts[at] for at in (0, 2, 3)] == [(1, LAUNCHES[policy][0]), (0, LAUNCHES[policy][1]), (0, 2)]
-        assert counts[-1] == (LAUNCHES[policy][2], 2) and len(within) == 1
+        assert [counts[at] for at in (0, 2, 3)] == [(cleared, begin), (0, end), (0, 2)]
+        assert counts[-1] == (before_eviction, 2) and len(within) == 1
         assert {counts[at] for at in range(3, EVERY + 1)} == {(0, 2)}  # in between nothing else happens
 
 
@@ -78,3 +91,16 @@ def test_one_sequence_decodes_in_as_many_launches():
     server.step()  # what is made once
     before, within = server.step()
     assert not before and len(within) == 2 and within[0].endswith("decode_attention_kernel")
+
+
+SCORED = (
+    "momentkv keydiff manifold-windowed compactor leverage noncausal fastkv snapkv h2o knorm lagkv rkv random".split()
+)
+
+
+@pytest.mark.calibrated
+@pytest.mark.parametrize("policy, heads", [*((policy, "uniform") for policy in SCORED), ("momentkv", "calibrated")])
+def test_kernels_take_the_blocks_of_an_engine(policy, heads):
+    """Of a block that is longer than the budget, tokens are chosen at once, among those that the engine hands over."""
+    before, within = Server(policy, 2, 2, heads, tokens=BLOCK // 2).step()
+    assert before and any(name.endswith("select_kernel") for name in within)

@@ -67,8 +67,7 @@ def _store_in_slabs(
         exact.trade(rule.parallel.own(capacities), capacities)
     elif full and layout.shared:
         exact.redeal(layout.capacities("exact"))
-    for name, candidates in rows.moving().items():
-        pack(getattr(exact, name), exact.starts, candidates)
+    pack(exact.starts, [(getattr(exact, name), candidates) for name, candidates in rows.moving().items()])
 
 
 def remember(state: LayerState, signals: Signals, kept: Tensor, most: int, rule: LayerConfig) -> None:
@@ -116,7 +115,7 @@ def _memorise(slots: Slots, memory: Tensor, signals: Signals) -> None:
     place = torch.searchsorted(ordered, slots["positions"].contiguous()).clamp(max=ordered.shape[-1] - 1)
     rows = torch.where(slots.valid, signals.memory.gather(-1, order).gather(-1, place), 0)
     if slots.starts is not None:
-        pack(memory, slots.starts, pad(rows, (0, 1)))  # it repeats the last one: 0, for tokens to come
+        pack(slots.starts, [(memory, pad(rows, (0, 1)))])  # it repeats the last one: 0, for tokens to come
         return
     memory.zero_()
     memory[:, :, : slots.filled] = rows
@@ -137,9 +136,9 @@ def match(candidates: Signals, reread: Reread, state: LayerState, rule: LayerCon
     for name, rows in (("values", codes), ("value_scales", scales), ("bias", bias)):
         if rows is None:
             continue
-        now = exact.stored(name)
+        (now,) = exact.stored(name)
         rows = torch.where(free.view(*free.shape, *(1,) * (now.ndim - 3)), rows, now)
         if exact.starts is None:
             now.copy_(rows)  # a view of the slots
         else:
-            pack(getattr(exact, name), exact.starts, rows)
+            pack(exact.starts, [(getattr(exact, name), rows)])

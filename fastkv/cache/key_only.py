@@ -78,6 +78,6 @@ def place(slots: Slots, signals: Signals, chosen: Tensor, width: int) -> None:
         if slots.starts is None:
             slab[:, :, :width] = taken
         else:
-            pack(slab, slots.starts, taken)
+            pack(slots.starts, [(slab, taken)])
     slots.lengths.copy_(chosen.sum(-1))
     slots.filled = width

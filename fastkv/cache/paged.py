@@ -114,7 +114,7 @@ class PagedBlocks:
 
     Attributes: lengths, before: how many tokens of each, and how many it had read; what the host knows.
         index: [R] int64, the rows.  valid: [R, T] bool, false for padding, which comes last.
-        tokens: [R * T] int64, which token of the engine's batch is where; the sequence's first where there is padding.
+        tokens: [R, T] int64, which token of the engine's batch is where; the sequence's first where there is padding.
         own: [N] int64, the tokens of the batch that are read; of each, which of the R sequences it belongs to, and
         which of its T tokens it is, sequence and within: [N] int64.
     """
@@ -141,11 +141,14 @@ class PagedBlocks:
         sequence = torch.arange(len(lengths), device=index.device).repeat_interleave(counts, output_size=total)
         within = torch.arange(total, device=index.device) - (counts.cumsum(0) - counts)[sequence]
         own = starts[sequence] + within
-        return cls(lengths, before, index, valid, tokens.flatten(), own, sequence, within)
+        return cls(lengths, before, index, valid, tokens, own, sequence, within)
 
-    def gathered(self, part: Tensor) -> Tensor:
-        """Of all tokens of the batch, [..., H, D], these: [R, H, T, D]."""
-        return part.index_select(0, self.tokens).unflatten(0, self.valid.shape).transpose(1, 2)
+    def gathered(self, part: Tensor, heads: Tensor) -> Tensor:
+        """Of all tokens of the batch, [..., H, D], these: [R, H, T, D], contiguous as kernels want them.
+
+        Args: heads: [H, 1] int64, their numbers.
+        """
+        return part[self.tokens[:, None], heads]
 
 
 class PagedLayer:
@@ -153,6 +156,7 @@ class PagedLayer:
     its prompt, and what becomes of it does not depend on the others. A row is the number of a sequence's page.
 
     Attributes: state: views of all pages.  rule: how the layer attends and evicts.  num_heads: of queries.
+        heads: [H, 1] int64, the numbers of the heads of queries, keys and values.
         starts: [1, Hkv + 1] of a page without tokens, by tier.
     """
 
@@ -171,6 +175,8 @@ class PagedLayer:
         self.state = paged.form.view(pages)
         self.state.sink_logits = sink_logits
         self.pages = pages[:, : paged.form.nbytes]
+        queries, keys = (torch.arange(n, device=pages.device)[:, None] for n in (num_heads, self.state.heads))
+        self.heads = queries, keys, keys
         empty = paged.form.allocate(1, pages.device)
         self.rule.layout.clear(empty)
         self.starts = {tier: slots.starts.clone() for tier, slots in empty.tiers.items() if slots.starts is not None}
@@ -197,7 +203,7 @@ class PagedLayer:
         for slots in own.tiers.values():
             slots.limit = self._limit(slots, blocks)
             slots.filled = min(max(blocks.before), slots.limit - self.rule.layout.spare * (slots is own.exact))
-        q, k, v = map(blocks.gathered, (q, k, v))
+        q, k, v = (blocks.gathered(part, heads) for part, heads in zip((q, k, v), self.heads))
         result, mass = attend_block(own, q, k, v, valid, self.rule)
         absorb_block(own, q, k, v, valid, self.rule, mass=mass)
         chosen.put(own)

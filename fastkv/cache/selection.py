@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from .. import ops
 from ..policies import Signals
-from ..reference import LayerState, Selection, select_each, z_scores
+from ..reference import LayerState, Selection, z_scores
 from .layout import LayerConfig
 
 FLOOR = 0.2  # of the mean budget, what every head keeps in any case (Ada-KV, arXiv:2407.11550)
@@ -34,11 +35,7 @@ def keep_best(
         scores = z_scores(scores, signals.valid).mean(1, keepdim=True).repeat(1, scores.shape[1], 1)
     if rule.layout.adaptive:
         return _adaptive(signals, scores, guard, rule, more)
-    wanted = _wanted(rule)
-    if more is None:
-        return _each(signals, scores, guard, wanted)
-    tokens = torch.stack([row + number for row, number in zip(more.unbind(-1), wanted)], -1)
-    return select_each(scores, signals.positions, signals.valid, guard, tokens)
+    return _each(signals, scores, guard, _wanted(rule), more)
 
 
 def keep_in_rounds(signals: Signals, scores: Tensor, seen: Tensor, rule: LayerConfig) -> Selection:
@@ -48,7 +45,7 @@ def keep_in_rounds(signals: Signals, scores: Tensor, seen: Tensor, rule: LayerCo
     """
     policy, rounds = rule.config.policy, rule.config.policy.moments.rounds
     left, count = signals, signals.valid.sum(-1)
-    excess = torch.stack([row - number for row, number in zip(count.unbind(-1), _wanted(rule))], -1).clamp(min=0)
+    excess = (count - _counts(_wanted(rule), count.device)).clamp(min=0)
     for coming in range(rounds - 1, 0, -1):
         kept = keep_best(left, scores, seen, rule, more=excess * coming // rounds).kept
         gone = signals.valid & ~kept
@@ -57,11 +54,11 @@ def keep_in_rounds(signals: Signals, scores: Tensor, seen: Tensor, rule: LayerCo
     return keep_best(left, scores, seen, rule)
 
 
-def _wanted(rule: LayerConfig) -> list[int]:
+def _wanted(rule: LayerConfig) -> tuple[int, ...]:
     """Tokens that each head keeps, with or without their value."""
     layout = rule.layout
     keys = layout.approx or (0,) * len(layout.tokens)
-    return [pairs + extra for pairs, extra in zip(layout.tokens, keys)]
+    return tuple(pairs + extra for pairs, extra in zip(layout.tokens, keys))
 
 
 def keep_slots(signals: Signals, scores: Tensor, guard: Tensor, state: LayerState, rule: LayerConfig) -> Selection:
@@ -73,7 +70,7 @@ def keep_slots(signals: Signals, scores: Tensor, guard: Tensor, state: LayerStat
     choice = (scores, signals.positions, signals.valid, guard)
     if starts is None:
         return ops.select(*choice, rule.layout.least, backend=signals.layer.backend)
-    return select_each(*choice, starts.diff(dim=-1) - rule.layout.spare)
+    return ops.select_each(*choice, starts.diff(dim=-1) - rule.layout.spare, backend=signals.layer.backend)
 
 
 def keep_values(signals: Signals, kept: Tensor, errors: Tensor, seen: Tensor, rule: LayerConfig) -> Tensor:
@@ -86,24 +83,25 @@ def keep_values(signals: Signals, kept: Tensor, errors: Tensor, seen: Tensor, ru
     if rule.joint:  # candidates without a value have none in any head
         errors = errors.sum(1, keepdim=True).repeat(1, errors.shape[1], 1)
     have = replace(signals, valid=kept & (errors >= 0))
-    return _each(have, errors, guard, list(rule.layout.tokens)).kept
+    return _each(have, errors, guard, rule.layout.tokens).kept
 
 
-def _each(signals: Signals, scores: Tensor, guard: Tensor, tokens: list[int]) -> Selection:
-    """`tokens[h]` candidates of head h; heads that keep equally many are selected together."""
-    backend = signals.layer.backend
-    if len(set(tokens)) == 1:
-        return ops.select(scores, signals.positions, signals.valid, guard, tokens[0], backend=backend)
-    rows: dict[int, Tensor] = {}
-    for number in sorted(set(tokens)):
-        of = [head for head, own in enumerate(tokens) if own == number]
-        # Stacked, not indexed with a list, which the host would have to send to the device at every eviction.
-        parts = (scores, signals.positions, signals.valid, guard)
-        score, position, valid, safe = (torch.stack([t[:, head] for head in of], 1) for t in parts)
-        chosen = ops.select(score, position, valid, safe, number, backend=backend)
-        rows |= zip(of, chosen.kept.unbind(1))
-    kept = torch.stack([rows[head] for head in range(len(tokens))], 1)
-    return Selection(kept, kept.sum(-1))
+def _each(
+    signals: Signals, scores: Tensor, guard: Tensor, tokens: tuple[int, ...], more: Tensor | None = None
+) -> Selection:
+    """`tokens[h]` candidates of head h, and `more` [B, Hkv]."""
+    choice, backend = (scores, signals.positions, signals.valid, guard), signals.layer.backend
+    if more is None and len(set(tokens)) == 1:
+        return ops.select(*choice, tokens[0], backend=backend)
+    numbers = _counts(tokens, scores.device)
+    numbers = numbers.expand(len(scores), -1) if more is None else numbers + more
+    return ops.select_each(*choice, numbers, backend=backend)
+
+
+@functools.lru_cache(maxsize=1024)
+def _counts(tokens: tuple[int, ...], device: torch.device) -> Tensor:
+    """[Hkv] int64, sent to the device once, not at every eviction."""
+    return torch.tensor(tokens, device=device)
 
 
 def _adaptive(
@@ -130,6 +128,6 @@ def _adaptive(
     if more is None:
         chosen = ops.select(*choice, number, backend=backend)
     else:
-        chosen = select_each(*choice, number + gather(more).sum(-1, keepdim=True))
+        chosen = ops.select_each(*choice, number + gather(more).sum(-1, keepdim=True), backend=backend)
     kept = rule.parallel.own(chosen.kept.reshape(scores.shape))
     return Selection(kept, kept.sum(-1))

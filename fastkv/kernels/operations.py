@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import reference
 from ..reference import Centroids, LayerState, Moments, Selection, Spec
 from . import decode_attention as decode
+from . import expected_attention as expected
 from . import key_scores, leverage, noncausal_mass, window_scores
 from . import moment_scores as residuals
 from . import peak_attention as peaks
@@ -18,6 +19,7 @@ from . import remember as joining
 from . import select as selection
 from . import slot_signals as slots
 from . import vector_decode as vector
+from . import z_scores as standardised
 from ._launch import Workspace, WorkspaceRoom, num_sms
 from .compact import compact as compact
 from .evict import evict as evict
@@ -73,7 +75,7 @@ def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tens
     asked = state.parts is not None or state.exact.attention is not None  # lengths alone are compared as fast by torch
     if equal and (asked or state.rows is not None):
         return slots.slot_signals(positions, state, spec)
-    with state.gathered() as own:
+    with state.gathered(only=("seen", "lengths", "starts", "attention")) as own:
         return reference.slot_signals(positions, own, spec)
 
 
@@ -142,8 +144,25 @@ def moment_scores(attention: Tensor | None, keys: Tensor, values: Tensor, moment
     )
 
 
+def expected_attention(keys: Tensor, mean: Tensor, covariance: Tensor, scale: float, *, valid: Tensor) -> Tensor:
+    """`reference.expected_attention`."""
+    return expected.expected_attention(keys, mean, covariance, scale, valid=valid)
+
+
+def z_scores(scores: Tensor, mask: Tensor) -> Tensor:
+    """`reference.z_scores`."""
+    return standardised.z_scores(scores, mask)
+
+
 def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, tokens: int) -> Selection:
     """`reference.select`."""
+    return Selection(
+        *selection.select(scores=scores, positions=positions, valid=valid, protected=protected, tokens=tokens)
+    )
+
+
+def select_each(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, tokens: Tensor) -> Selection:
+    """`reference.select_each`."""
     return Selection(
         *selection.select(scores=scores, positions=positions, valid=valid, protected=protected, tokens=tokens)
     )

@@ -494,8 +494,9 @@ def prefill_attention(
     if state.rows is not None and (tile is None or divides or spills or exact.starts is not None):  # copies them alone
         with state.gathered(changes=False) as own:
             return prefill_attention(q, k, v, valid, own, spec)
-    keys, values, lengths = exact.stored("keys"), exact.stored("values"), exact.lengths
-    scales = (None, None) if exact.format.plain else (exact.stored("key_scales"), exact.stored("value_scales"))
+    coded = () if exact.format.plain else ("key_scales", "value_scales")
+    (keys, values, *found), lengths = exact.stored("keys", "values", *coded), exact.lengths
+    scales = found or (None, None)
     check_scales(op, exact)
     heads, num_slots = keys.shape[1], keys.shape[2]
     groups, stored = check_groups(op, num_heads, heads), batch if state.rows is None else len(keys)
@@ -534,7 +535,7 @@ def prefill_attention(
         heads, groups, dim, value_dim, width, value_width, tile.rows, tile.keys, centroids, min(tile.seed, width),
         min(tile.slice or width, width), has_slope,
     )  # fmt: skip
-    bias = None if exact.bias is None else exact.stored("bias")
+    bias = None if exact.bias is None else exact.stored("bias")[0]
     _prefill_kernel[(triton.cdiv(num * groups, tile.rows), batch * heads)](
         View.of(q), View.of(k), View.of(v), valid.view(torch.uint8), attend_itself(q, k, v, valid, spec),
         StatePointers(keys, values, scales[0], scales[1], bias, lengths_ptr=lengths), pointers, state.sink_logits,

@@ -7,7 +7,7 @@ bisection over positions, and equal positions (which only invalid data has) by i
 
 Bytes: scores, positions and masks once if a head fits one tile (N <= 8192), else 32 further passes over 8N bytes of
 scratch, which stay in L2. Block sizes cannot change the result: it is a count.
-Does not handle: budgets that differ between heads; NaN is the lowest score, and infinities equal the largest number.
+NaN is the lowest score, and infinities equal the largest number.
 """
 
 from __future__ import annotations
@@ -86,13 +86,16 @@ def _candidates(valid_ptr, protected_ptr, positions_ptr, row, index, N, seen, si
 
 @triton.jit(do_not_specialize=["N", "tokens", "sinks", "recent"])
 def _select_kernel(
-    scores_ptr, positions_ptr, valid_ptr, protected_ptr, seen_ptr, key_ptr, kept_ptr, counts_ptr, N, tokens, sinks,
-    recent, HEADS: tl.constexpr, BLOCK: tl.constexpr, HIP: tl.constexpr,
+    scores_ptr, positions_ptr, valid_ptr, protected_ptr, seen_ptr, tokens_ptr, key_ptr, kept_ptr, counts_ptr, N, tokens,
+    sinks, recent, HEADS: tl.constexpr, BLOCK: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
-    # protected_ptr None: what seen_ptr says is protected. key_ptr None: a head is one tile.
+    # protected_ptr None: what seen_ptr says is protected. tokens_ptr None: all heads keep `tokens`.
+    # key_ptr None: a head is one tile.
     SINGLE: tl.constexpr = key_ptr is None
     head = tl.program_id(0)
     row = head.to(tl.int64) * N
+    if tokens_ptr is not None:
+        tokens = tl.maximum(tl.load(tokens_ptr + head), 0).to(tl.int32)
     room = tl.cdiv(N, BLOCK) * BLOCK  # of a head in scratch
     key2_ptr = key_ptr
     if key_ptr is not None:
@@ -164,13 +167,14 @@ def _select_kernel(
 
 
 def select(
-    *, scores: Tensor, positions: Tensor, valid: Tensor, tokens: int, protected: Tensor | None = None,
+    *, scores: Tensor, positions: Tensor, valid: Tensor, tokens: int | Tensor, protected: Tensor | None = None,
     seen: Tensor | None = None, sinks: int = 0, recent: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Keep the `tokens` best valid candidates of each head: protected ones first, then by score, then by position.
 
-    Args: scores [B, Hkv, N] fp32; positions [B, Hkv, N] int32, not negative; valid [B, Hkv, N] bool. What is protected
-        is either `protected` [B, Hkv, N] bool, or, given `seen` [B] int64, position < sinks or >= seen - recent.
+    Args: scores [B, Hkv, N] fp32; positions [B, Hkv, N] int32, not negative; valid [B, Hkv, N] bool; tokens: of each
+        head, [B, Hkv] int64, or of all. What is protected is either `protected` [B, Hkv, N] bool, or, given `seen` [B]
+        int64, position < sinks or >= seen - recent.
     Returns: kept [B, Hkv, N] bool and counts [B, Hkv] int64.  Cost: one launch, no host sync.
     """
     batch, heads, num = scores.shape
@@ -187,9 +191,11 @@ def select(
     if num > block:
         room = triton.cdiv(num, block) * block
         scratch = torch.empty(2 * batch * heads * room, dtype=torch.int32, device=scores.device)
+    each = tokens.contiguous() if isinstance(tokens, Tensor) else None
+    check_like("select", (batch, heads), tokens=each)
     _select_kernel[(batch * heads,)](
         scores, positions, valid.view(torch.uint8), None if protected is None else protected.view(torch.uint8), seen,
-        scratch, kept.view(torch.uint8), counts, num, tokens, sinks, recent, HEADS=heads, BLOCK=block, HIP=on_hip(),
-        num_warps=tiles[block],
+        each, scratch, kept.view(torch.uint8), counts, num, 0 if each is not None else tokens, sinks, recent,
+        HEADS=heads, BLOCK=block, HIP=on_hip(), num_warps=tiles[block],
     )  # fmt: skip
     return kept, counts

@@ -214,5 +214,13 @@ def _selected(scores: Tensor, positions: Tensor, valid: Tensor, *rest: Any) -> t
     return torch.empty_like(valid), valid.new_empty(valid.shape[:2], dtype=torch.int64)
 
 
+# Kernel: two launches, no copies of keys.
+expected_attention = operator(_of_first)(by_keyword(reference.expected_attention))
+
+# Kernel: one launch.
+z_scores = operator(lambda scores, *rest: torch.empty_like(scores))(by_keyword(reference.z_scores))
+
+
 # Kernel: one launch, bisection instead of sorting.
 select = operator(_selected)(by_keyword(reference.select))
+select_each = operator(_selected)(by_keyword(reference.select_each))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import FastKVError
-from ..reference import check_leverage, check_pool, neighbour_mean, z_scores
+from ..reference import check_leverage, check_pool, neighbour_mean
 from .base import Policy, Signals, check_at_least, known_or_mean
 
 
@@ -164,4 +164,5 @@ class Compactor(NonCausal):
     def score(self, signals: Signals) -> Tensor:
         """Blend of the two z-scores."""
         attention, leverage = super().score(signals), self._leverage().score(signals)
-        return z_scores(attention, signals.valid) + self.blend * z_scores(leverage, signals.valid)
+        both = ops.z_scores(torch.stack([attention, leverage]), signals.valid, backend=signals.layer.backend)
+        return both[0] + self.blend * both[1]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..errors import FastKVError
 from ..reference import compute_dtype
-from ..reference.attention import masked_softmax
 from .base import Policy, Signals, check_at_least, known_or_mean
 
 
@@ -58,13 +58,10 @@ class ExpectedAttention(Policy):
         It needs `signals.queries` and the rotary embedding.
         """
         mean, covariance, count = self._queries_ahead(signals)
-        keys = torch.where(signals.valid[..., None], signals.keys.to(mean.dtype), 0)
-        groups = mean.shape[1] // keys.shape[1]
-        attention = torch.zeros_like(keys[..., 0])
-        for member in range(groups):
-            centre, spread = mean[:, member::groups], covariance[:, member::groups] * signals.layer.scale / 2
-            logits = signals.layer.scale * (keys @ spread).add_(centre).mul_(keys).sum(-1)
-            attention += masked_softmax(logits, signals.valid)[0] / groups
+        layer, valid = signals.layer, signals.valid
+        attention = ops.expected_attention(
+            signals.keys, mean, covariance, layer.scale, valid=valid, backend=layer.backend
+        )
         length = torch.linalg.vector_norm(signals.values.to(mean.dtype), dim=-1)
         known = ((attention + self.epsilon) * length).float().clamp(min=torch.finfo(torch.float32).tiny)
         return torch.where(count > 0, known, 0)
@@ -89,6 +86,7 @@ class ExpectedAttention(Policy):
 
         newest = torch.where(signals.valid, signals.positions, -1).amax((1, 2), keepdim=True)
         steps = torch.arange(1, self.horizon + 1, device=newest.device)
-        half = rotary.ahead(covariance, newest, steps)  # C is symmetric, so R C R^T = (R (R C)^T)^T
-        covariance = rotary.ahead(half.transpose(-1, -2), newest, steps)
-        return rotary.ahead(mean, newest, steps), covariance, count
+        turn = rotary.turn_ahead(newest, steps)
+        half = rotary.turned(covariance, *turn)  # C is symmetric, so R C R^T = (R (R C)^T)^T
+        covariance = rotary.turned(half.transpose(-1, -2), *turn)
+        return rotary.turned(mean, *turn), covariance, count

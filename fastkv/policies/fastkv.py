@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..reference import check_pool, compute_dtype, neighbour_mean, rows_at, z_scores
+from ..reference import check_pool, compute_dtype, neighbour_mean, rows_at
 from .base import Policy, SecondReading, Signals, check_at_least, known_or_mean
 from .expectedattention import ExpectedAttention
 
@@ -61,11 +61,14 @@ class FastKV(Policy):
         assert rotary is not None
         keys = rotary.unrotate(signals.keys.to(compute_dtype(signals.keys)), signals.positions)
         unlike = ops.keydiff_scores(keys, "normalized_mean", mask=signals.valid, backend=signals.layer.backend)
-        score = z_scores(unlike, signals.valid) + z_scores(known_or_mean(signals), signals.valid)
-        if signals.queries is None:
-            return score
-        expected = ExpectedAttention(horizon=self.horizon, epsilon=0.0).expected(signals)
-        return score + z_scores(expected.clamp(min=TINY).log(), signals.valid)
+        reasons = [unlike, known_or_mean(signals)]
+        if signals.queries is not None:
+            expected = ExpectedAttention(horizon=self.horizon, epsilon=0.0).expected(signals)
+            reasons.append(expected.clamp(min=TINY).log())
+        score, *others = ops.z_scores(torch.stack(reasons), signals.valid, backend=signals.layer.backend)
+        for other in others:
+            score = score + other
+        return score
 
     def _peak(self, signals: Signals) -> Tensor:
         """N of this block's queries, [B, Hkv, N] fp32, 0 where not real."""

@@ -47,6 +47,7 @@ from .scores import (
     check_keydiff,
     check_pool,
     chunk_mean,
+    expected_attention,
     keydiff_scores,
     knorm_scores,
     neighbour_mean,

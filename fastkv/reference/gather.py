@@ -5,6 +5,8 @@ Head h owns slots [starts[h], starts[h + 1]) of its sequence's slab, of which th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -22,15 +24,16 @@ def rows_at(rows: Tensor, index: Tensor) -> Tensor:
     return picked.view(*index.shape, *rows.shape[3:])
 
 
-def slots_at(slab: Tensor, starts: Tensor, index: Tensor) -> Tensor:
-    """A copy of the slots at index [B, Hkv, m], counted from the first of each head, of a slab [B, S, ...]:
-    [B, Hkv, m, ...].
+def slots_at(slabs: Iterable[Tensor], starts: Tensor, index: Tensor) -> list[Tensor]:
+    """Copies of the slots at index [B, Hkv, m], counted from the first of each head, of slabs [B, S, ...]:
+    [B, Hkv, m, ...] each.
     """
-    batch, size = slab.shape[:2]
+    slabs = list(slabs)
+    batch, size = slabs[0].shape[:2]
     place = (starts[:, :-1, None].long() + index).clamp(max=size - 1)
-    place = place + torch.arange(batch, device=slab.device)[:, None, None] * size
-    picked = slab.flatten(0, 1).index_select(0, place.flatten())
-    return picked.view(*index.shape, *slab.shape[2:])
+    place = (place + torch.arange(batch, device=index.device)[:, None, None] * size).flatten()
+    picked = (slab.flatten(0, 1).index_select(0, place) for slab in slabs)
+    return [rows.view(*index.shape, *slab.shape[2:]) for rows, slab in zip(picked, slabs)]
 
 
 def added_at(rows: Tensor, index: Tensor) -> Tensor:
@@ -40,26 +43,31 @@ def added_at(rows: Tensor, index: Tensor) -> Tensor:
     return total
 
 
-def unpack(slab: Tensor, starts: Tensor, width: int) -> Tensor:
+def unpack(slabs: Iterable[Tensor], starts: Tensor, width: int) -> list[Tensor]:
     """The first `width` slots of every head side by side; what lies beyond a head's own slots is someone else's.
 
-    Args: slab [B, S, ...]; starts [B, Hkv + 1] int.  Returns: [B, Hkv, width, ...], a copy.
+    Args: slabs [B, S, ...]; starts [B, Hkv + 1] int.  Returns: [B, Hkv, width, ...] of each, copies.
     """
     batch, heads = starts.shape[0], starts.shape[1] - 1
-    return slots_at(slab, starts, torch.arange(width, device=slab.device).expand(batch, heads, -1))
+    return slots_at(slabs, starts, torch.arange(width, device=starts.device).expand(batch, heads, -1))
 
 
-def pack(slab: Tensor, starts: Tensor, rows: Tensor) -> None:
-    """Fill every head's stretch of the slab [B, S, ...] with its first rows [B, Hkv, N, ...], in place.
+def pack(starts: Tensor, filled: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Fill every head's stretch of slabs [B, S, ...] with its first rows [B, Hkv, N, ...], in place.
 
     Slots beyond the N rows of a head repeat its last one; they are not in use.
+
+    Args: filled: slabs and their rows, all of as many slots and rows.
     """
+    filled = list(filled)
+    (slab, rows), *_ = filled
     batch, heads, num = rows.shape[:3]
     slot = torch.arange(slab.shape[1], device=slab.device, dtype=starts.dtype).expand(batch, -1).contiguous()
     head = (torch.searchsorted(starts, slot, right=True) - 1).clamp(max=heads - 1)
     place = (slot - starts.gather(1, head)).clamp(max=num - 1)
-    source = (torch.arange(batch, device=slab.device)[:, None] * heads + head) * num + place
-    slab.copy_(rows.flatten(0, 2).index_select(0, source.flatten()).view(slab.shape))
+    source = ((torch.arange(batch, device=slab.device)[:, None] * heads + head) * num + place).flatten()
+    for slab, rows in filled:
+        slab.copy_(rows.flatten(0, 2).index_select(0, source).view(slab.shape))
 
 
 def add_to_slab(slab: Tensor, starts: Tensor, rows: Tensor) -> None:

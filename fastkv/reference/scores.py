@@ -243,10 +243,14 @@ def neighbour_mean(scores: Tensor, pool: int, positions: Tensor, valid: Tensor) 
     Args: scores [B, Hkv, N]; pool: odd width; positions, valid [B, Hkv, N].
     Returns: [B, Hkv, N], 0 where not valid.  Raises: FastKVError if pool is even.
     """
-    real = valid.to(scores.dtype)
-    total = pool_scores(torch.where(valid, scores, 0), pool, positions, valid)
-    share = pool_scores(real, pool, positions, valid)  # of the width that is real: at least 1 / pool for a real token
-    return torch.where(valid, total / torch.where(valid, share, 1), 0)
+    check_pool(pool)
+    both = torch.stack([scores.masked_fill(~valid, 0), valid.to(scores.dtype)])
+    if pool > 1:
+        order, inverse = (index.expand_as(both) for index in position_order(positions, valid))
+        pooled = F.avg_pool1d(both.gather(-1, order).flatten(0, 1), pool, stride=1, padding=pool // 2)
+        both = pooled.view_as(both).gather(-1, inverse)
+    total, share = both  # of the width that is real: at least 1 / pool for a real token
+    return (total / share.masked_fill(~valid, 1)).masked_fill(~valid, 0)
 
 
 def z_scores(scores: Tensor, mask: Tensor) -> Tensor:
@@ -255,8 +259,8 @@ def z_scores(scores: Tensor, mask: Tensor) -> Tensor:
     Scores that differ by less than a thousandth of their mean (by std) are taken as equal, and equal scores get 0: that
     is below what half-precision keys can tell, and noise must not be blown up to unit variance. A single token gets 0.
 
-    Args: scores [B, Hkv, N]; mask [B, Hkv, N] bool, true for real tokens.
-    Returns: [B, Hkv, N], 0 where not real; std is that of a population.
+    Args: scores [..., B, Hkv, N], any number of them; mask [B, Hkv, N] bool, true for real tokens.
+    Returns: in the shape of the scores, 0 where not real; std is that of a population.
     """
     count = mask.sum(-1, keepdim=True).clamp(min=1)
     mean = torch.where(mask, scores, 0).sum(-1, keepdim=True) / count
@@ -264,6 +268,27 @@ def z_scores(scores: Tensor, mask: Tensor) -> Tensor:
     std = (offset.square().sum(-1, keepdim=True) / count).sqrt()
     flat = std <= 1e-3 * mean.abs()
     return torch.where(flat, 0, offset / torch.where(flat, 1, std))
+
+
+def expected_attention(keys: Tensor, mean: Tensor, covariance: Tensor, scale: float, *, valid: Tensor) -> Tensor:
+    """The attention that queries are expected to give each key, if they are Gaussian (Expected Attention, Devoto et al.
+    2025, arXiv:2510.00636, Sec. 3).
+
+    attention_i = mean over the group of softmax_i(s m.k_i + s^2 k_i.C k_i / 2), s the scale: the closed form of
+    E exp(s q.k_i) for q of mean m and covariance C.
+
+    Args: keys [B, Hkv, N, D] post-RoPE; mean [B, Hq, 1, D] and covariance [B, Hq, D, D], fp32; valid [B, Hkv, N] bool.
+    Returns: [B, Hkv, N] in the dtype of the mean, 0 where not valid.
+    Raises: FastKVError if Hq is not a multiple of Hkv.
+    """
+    groups = check_groups("expected_attention", mean.shape[1], keys.shape[1])
+    keys = torch.where(valid[..., None], keys.to(mean.dtype), 0)
+    attention = torch.zeros_like(keys[..., 0])
+    for member in range(groups):
+        centre, spread = mean[:, member::groups], covariance[:, member::groups] * scale / 2
+        logits = scale * (keys @ spread).add_(centre).mul_(keys).sum(-1)
+        attention += masked_softmax(logits, valid)[0] / groups
+    return attention
 
 
 SCRATCH = 1 << 24  # numbers per intermediate result: 64 MiB in float32

@@ -140,7 +140,7 @@ def select_slots(scores: Tensor, state: LayerState, spec: Spec) -> Selection:
     """
     slots, num = state.exact, scores.shape[-1]
     assert slots.positions is not None
-    positions = slots.positions if slots.starts is None else unpack(slots.positions, slots.starts, num)
+    positions = slots.positions if slots.starts is None else unpack([slots.positions], slots.starts, num)[0]
     valid = torch.arange(num, device=positions.device) < slots.lengths[..., None]
     guard = protected(positions, state.seen, spec.sinks, spec.recent)
     if slots.starts is None:
@@ -165,8 +165,7 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
         return
     equal = slots.equal(num)
     compact(valid, chosen, None, LayerState(equal, state.seen, state.moments), spec)
-    for name, slab in slots.moving().items():
-        pack(slab, slots.starts, getattr(equal, name))
+    pack(slots.starts, zip(slots.moving().values(), equal.moving().values()))
 
 
 def remember(

@@ -116,7 +116,7 @@ class Slots:
         if self.starts is None:
             rows = {name: rows_at(part, index) for name, part in pairs.items()}
         else:
-            rows = {name: slots_at(part, self.starts, index) for name, part in pairs.items()}
+            rows = dict(zip(pairs, slots_at(pairs.values(), self.starts, index)))
         keys = self.decode("keys", rows["keys"], rows.get("key_scales"))
         if self.values is None:
             return keys, keys[..., : self.value_dim]
@@ -125,7 +125,8 @@ class Slots:
     def equal(self, num: int, room: int = 0) -> Slots:
         """A copy of the first `num` slots of every head and empty ones for `room` more tokens, equally many for all."""
         assert self.starts is not None
-        rows = {name: unpack(slab, self.starts, num) for name, slab in self.moving().items()}
+        slabs = self.moving()
+        rows = dict(zip(slabs, unpack(slabs.values(), self.starts, num)))
         if room:
             rows = {name: torch.cat([t, t.new_zeros(*t.shape[:2], room, *t.shape[3:])], 2) for name, t in rows.items()}
         plain = {"starts": None, "attention": None, "memory": None, "limit": num + room, "filled": num}
@@ -173,21 +174,30 @@ class Slots:
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """The named tensor as above, what is decoded in `dtype` or in the model's."""
-        codes = self.stored(name)
-        plain = self.format.plain or name not in SCALES
-        return codes if plain else self.decode(name, codes, self.stored(SCALES[name]), dtype or self.dtype)
+        return self.reading(name, dtype=dtype)[0]
 
-    def stored(self, name: str) -> Tensor:
-        """The first `filled` slots of every head of the named tensor as they are stored."""
-        inside = name == "values" and self.values is None
-        rows: Tensor = self.keys[..., : self.value_dim] if inside else getattr(self, name)
-        return rows[:, :, : self.filled] if self.starts is None else unpack(rows, self.starts, self.filled)
+    def reading(self, *names: str, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """`read` of each of the named tensors."""
+        scales = {} if self.format.plain else {name: SCALES[name] for name in names if name in SCALES}
+        every = (*names, *scales.values())
+        rows = dict(zip(every, self.stored(*every)))
+        for name, scale in scales.items():
+            rows[name] = self.decode(name, rows[name], rows[scale], dtype or self.dtype)
+        return [rows[name] for name in names]
+
+    def stored(self, *names: str) -> list[Tensor]:
+        """The first `filled` slots of every head of the named tensors as they are stored."""
+        inside = self.keys[..., : self.value_dim] if self.values is None else self.values
+        rows = [inside if name == "values" else getattr(self, name) for name in names]
+        if self.starts is None:
+            return [part[:, :, : self.filled] for part in rows]
+        return unpack(rows, self.starts, self.filled)
 
     def biases(self, num: int) -> Tensor | None:
         """Addends [B, Hkv, num] of the logits of the first `filled` slots, then 0 for what follows; None for none."""
         if self.bias is None:
             return None
-        return pad(self.stored("bias"), (0, num - self.filled))
+        return pad(self.stored("bias")[0], (0, num - self.filled))
 
     @property
     def valid(self) -> Tensor:
@@ -304,15 +314,17 @@ class LayerState:
         own.parts = copy.copy(self.parts)
         return own
 
-    def taken(self, but: tuple[str, ...] = ()) -> LayerState:
+    def taken(self, but: tuple[str, ...] = (), only: tuple[str, ...] | None = None) -> LayerState:
         """A copy of what `rows` say, in which batch row b lives in row b.
 
         Args: but: names of tensors, or of what they are part of, that stay where they are, in the rows of the state.
+            only: last parts of the names of tensors that do not; None for all.
         """
         assert self.rows is not None
         own = self.shell()
         for name, tensor in self.named_tensors():
-            if name not in but and name.partition(".")[0] not in but:
+            chosen = only is None or name.rpartition(".")[2] in only
+            if chosen and name not in but and name.partition(".")[0] not in but:
                 own.replace(name, tensor.index_select(0, self.rows))
         return own
 
@@ -334,17 +346,18 @@ class LayerState:
         """Write back what `taken` copied."""
         assert self.rows is not None
         for (_, tensor), (_, new) in zip(self.named_tensors(), own.named_tensors(), strict=True):
-            tensor.index_copy_(0, self.rows, new)
+            if new is not tensor:
+                tensor.index_copy_(0, self.rows, new)
 
     @contextmanager
-    def gathered(self, changes: bool = True) -> Iterator[LayerState]:
+    def gathered(self, changes: bool = True, only: tuple[str, ...] | None = None) -> Iterator[LayerState]:
         """The state of the batch alone, for functions that know nothing of rows: itself, or a copy that is put back.
 
-        Args: changes: whether there is something to put back.
+        Args: changes: whether there is something to put back.  only: as in `taken`, what the function looks at.
         """
         own = self
         if self.rows is not None:
-            own = self.taken()
+            own = self.taken(only=only)
             for slots in own.tiers.values():
                 slots.lengths.masked_fill_((self.rows == 0)[:, None], 0)  # what comes to nobody's row never fills it up
         yield own
