@@ -40,7 +40,7 @@ def in_slab(state, rooms):
     made = copy.deepcopy(state)
     for name, rows in state.exact.moving().items():
         slab = rows.new_zeros(B, sum(rooms), *rows.shape[3:])
-        pack(slab, starts, rows)
+        pack(starts, [(slab, rows)])
         setattr(made.exact, name, slab)
     made.exact.starts, made.exact.limit, made.exact.filled = starts, max(rooms), max(rooms)
     return made

@@ -148,7 +148,7 @@ def test_a_step_of_heads_that_share_slots(problem, watched):
         state = make_state(keys, values, lengths, positions, *known, starts=starts, attention=attention, limit=width)
         state.sink_logits = problem.sinks
         out = run(*(t.to(dtype) for t in (q, k, v)), state, problem.spec())
-        stored = unpack(positions, starts, width)[torch.arange(width) < lengths[..., None]]
+        stored = unpack([positions], starts, width)[0][torch.arange(width) < lengths[..., None]]
         results.append((*out, keys, stored, lengths, *([attention] if watched else [])))
     for one, other in zip(*results):
         close(one, other, 4e-5)
@@ -342,7 +342,7 @@ def test_stretches_of_a_head_add_up(dtype, ragged):
         room = int(starts.max())
         slabs = [torch.zeros(2, room, *rows.shape[3:], dtype=rows.dtype) for rows in (keys, values, bias)]
         for slab, rows in zip(slabs, (keys, values, bias)):
-            reference.pack(slab, starts, rows)
+            reference.pack(starts, [(slab, rows)])
         slots = reference.Slots(*slabs[:2], lengths, starts=starts, bias=slabs[2], limit=450)
     q, received = torch.randn(2, 3, 5, 32, generator=random), torch.ones(slots.bias.shape)
     logits = SCALE * q.double() @ keys.double().mT + bias[:, :, None]
@@ -350,7 +350,7 @@ def test_stretches_of_a_head_add_up(dtype, ragged):
     want = logits.softmax(-1).nan_to_num(0.0)
     out, lse = compiled_step(q, slots, SCALE, received)
     used = torch.arange(450) < lengths[..., None]
-    given_to = reference.unpack(received, starts, 450) if ragged else received
+    given_to = reference.unpack([received], starts, 450)[0] if ragged else received
     close((given_to - 1).masked_fill(~used, 0.0), want.mean(2), 4e-6)
     assert ragged or bool((given_to[~used] == 1).all())
     close(out, want @ values.double(), 4e-6)

@@ -197,6 +197,13 @@ CASES = {  # the name of the operator, and what is special about the case
         query_valid=torch.ones(B, T, dtype=torch.bool), log_mass=randn(B, HKV * G, T), backend=b,
     ),
     "moment_scores": lambda b: case(torch.rand(B, HKV, C), *pairs(C), evicted(7, 12), 0.3, backend=b),
+    "expected_attention": lambda b: case(
+        randn(B, HKV, C, D), randn(B, HKV * G, 1, D), randn(B, HKV * G, D, D), 0.3, valid=candidates()[1], backend=b
+    ),
+    "z_scores": lambda b: case(randn(3, B, HKV, C), candidates()[1], backend=b),
+    "select_each": lambda b: case(
+        randn(B, HKV, C), *candidates(), torch.zeros(B, HKV, C, dtype=torch.bool), torch.tensor([[4, 2]]), backend=b
+    ),
 }  # fmt: skip
 
 
@@ -294,7 +301,7 @@ def sorted_slots(state):
     state, slots = copied(state), state.exact
     order = torch.where(slots.valid, slots["positions"], C + T + 1).argsort(-1)
     for name in slots.moving():
-        rows = slots.stored(name)
+        (rows,) = slots.stored(name)
         rows = rows.flatten(3) if rows.dim() > 3 else rows[..., None]
         rows = rows.gather(2, order[..., None].expand_as(rows)).masked_fill(~slots.valid[..., None], 0)
         setattr(state.exact, name, rows)

@@ -74,7 +74,7 @@ def tokens_of(state):
     found = dict(state.named_tensors())
     order = torch.where(state.exact.valid, state.exact["positions"], 99).argsort(-1)
     for name in (*state.exact.moving(), *["memory"] * (state.exact.memory is not None)):
-        part = state.exact.stored(name)
+        (part,) = state.exact.stored(name)
         place = order.reshape(*order.shape, *[1] * (part.dim() - 3)).expand_as(part)
         mask = ~state.exact.valid.reshape(*order.shape, *[1] * (part.dim() - 3))
         found[f"exact.{name}"] = part.masked_fill(mask, 0).gather(2, place)
