@@ -31,11 +31,11 @@ def chosen(rows: Iterable[Row], **wanted: Any) -> list[Row]:
     return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[object]], rule: str = " --- ") -> str:
-    """A Markdown table; empty without rows. rule: below each name of the header."""
-    rows = [header, *rows]
-    lines = ["| " + " | ".join(map(str, row)) + " |\n" for row in rows]
-    return "".join([lines[0], f"|{'|'.join([rule] * len(header))}|\n", *lines[1:]]) if lines[1:] else ""
+def table(header: Sequence[str], rows: Iterable[Sequence[object]], rule: str | Sequence[str] = " --- ") -> str:
+    """A Markdown table; empty without rows. rule: below each name of the header, or below all of them."""
+    head, *lines = ["| " + " | ".join(map(str, row)) + " |\n" for row in (header, *rows)]
+    rules = [rule] * len(header) if isinstance(rule, str) else rule
+    return "".join([head, f"|{'|'.join(rules)}|\n", *lines]) if lines else ""
 
 
 def page(template: Path, **facts: Any) -> str:

@@ -166,7 +166,7 @@ def test_text_that_goes_on_is_read_only_by_policies_that_are_missing(place, load
     model, tokenizer = loaded
     settings = {"heads": "uniform", "slots": "model"}
     names = ("keydiff", "streaming")
-    table = leaderboard.Table("Onward", 200, names, "none", settings=settings, keeps=(0.5,), texts=1)
+    table = leaderboard.Table("Onward", names, (0.5,), 1, 200, settings, question="none")
     monkeypatch.setattr(leaderboard, "TABLES", {"onward_2048": table})
     told = {"torch": "2", "transformers": "5", "commit": "abc", "cpu": "a cpu"}
     for _ in range(2):

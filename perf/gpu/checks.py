@@ -213,7 +213,7 @@ def check_replays(place: Place, heads: Heads, correction: str, paged: bool) -> l
         live = [index for index, row in enumerate(chosen) if row or not paged]
         others = torch.tensor([row for row in everybody if row not in chosen], device=place.device)
         untouched = stored.at(others).taken() if paged else None
-        for index in range(3):
+        for index in range(2):  # there is room for as many, even if nothing leaves
             for tensor in new:
                 tensor.normal_()
             twin, told = here.taken() if paged else copy.deepcopy(here), f"from {base}, step {index}"
