@@ -59,11 +59,7 @@ def write_section(path: Path, begin: str, end: str, text: str) -> None:
 
 
 def plot(
-    folder: Path,
-    name: str,
-    title: str,
-    labels: tuple[str, str],
-    lines: dict[str, list[tuple[float, float]]],
+    folder: Path, name: str, title: str, labels: tuple[str, str], lines: dict[str, list[tuple[float, float]]]
 ) -> None:
     """A PNG of lines over logarithmic axes, with one marker a measurement. labels: of x and y."""
     figure, axes = plt.subplots(figsize=(7, 4.5))
