@@ -1,4 +1,4 @@
-"""How everything in perf/ is measured: jobs, each a row of a result file that a stopped run goes on with.
+"""How speed and GPUs are measured: jobs, each a row of a result file that a stopped run goes on with.
 
 A job is a name, the case that it measures as data, a digest of the code that it runs, and a function. A row goes on
 counting while its case, that code, and the machine and versions of its file are the same; anything else is measured
@@ -16,10 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,13 @@ Row = dict[str, Any]
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "perf" / "results"
-COMPLETE, FAILED, REFUSED, LEFT = 0, 1, 2, 3  # exit codes
+COMPLETE, FAILED, LEFT = 0, 1, 3  # exit codes
 SAME = ("device", "driver", "torch", "triton", "transformers", "dry_run")
 LIMIT = 900  # seconds after which a process is given up
 
 
 class Unmeasured(RuntimeError):
     """A case cannot be measured here; the message says why, and stands in its row."""
-
-
-class OtherSettings(RuntimeError):
-    """A file holds results that do not belong into one table with the new ones."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +43,7 @@ class Job:
         name: unique within the file.  case: what is measured, as data.  run: measures it, or raises Unmeasured.
         source: digest of the code that it runs, see `digest`.
         optional: somebody else's code, who may be unable to run; of any other job that is a failure.
+        seconds: predicted.  needs: checks, by name, that have to have passed.  file: that its row stands in.
     """
 
     name: str
@@ -55,6 +51,9 @@ class Job:
     run: Callable[[], Row]
     source: str = ""
     optional: bool = False
+    seconds: float = 0.0
+    needs: tuple[str, ...] = ()
+    file: str = ""
 
 
 @dataclass
@@ -62,7 +61,7 @@ class Results:
     """A result file: the rows there are, and the jobs that there should be rows of.
 
     Attributes:
-        environment: what it was measured on, see `perf.environment`.  settings: what all its rows have in common.
+        environment: what it was measured on, see `perf.environment`.
         rows: each has the name of its job as "id", its "case", "source", "seconds", and what was measured; or
             "skipped", the reason; or "passed", where it is a check.
     """
@@ -70,37 +69,23 @@ class Results:
     path: Path
     environment: Row
     planned: Sequence[Job] = ()
-    settings: Row = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
-    written: list[str] = field(default_factory=list)  # rows as they stand in the file; a row never changes
 
     @classmethod
     def open(
-        cls,
-        path: Path,
-        environment: Row,
-        planned: Sequence[Job],
-        settings: Row | None = None,
-        fresh: bool = False,
-        retry: bool = False,
+        cls, path: Path, environment: Row, planned: Sequence[Job], fresh: bool = False, retry: bool = False
     ) -> Results:
         """Go on with the file, if there is one, without the rows that do not count any more.
 
         Args: fresh: start again; retry: also without the rows of what could not be measured.
-        Raises: OtherSettings if the file has other settings.
         """
-        results = cls(path, environment, planned, settings or {})
+        results = cls(path, environment, planned)
         path.with_suffix(".part").unlink(missing_ok=True)  # of a run that was killed while it wrote
         if not path.exists() or fresh:
             return results
         old = json.loads(path.read_text())
-        if old.get("settings", results.settings) != results.settings:
-            raise OtherSettings(
-                f"{path} has results of other settings; measure all again with --fresh, or give another --out"
-            )
-        was = old.get("environment", {})
         wanted = {job.name: (plain(job.case), job.source) for job in planned}
-        if all(was.get(key) == environment.get(key) for key in SAME):
+        if all(old["environment"].get(key) == environment.get(key) for key in SAME):
             results.rows = [
                 row
                 for row in old["rows"]
@@ -121,35 +106,33 @@ class Results:
         """Whether every job has a row."""
         return {job.name for job in self.planned} <= {row["id"] for row in self.rows}
 
-    @cached_property
-    def planned_lines(self) -> list[str]:
-        """The cases of the jobs, as they stand in the file."""
-        return [line(job.case) for job in self.planned]
-
     def add(self, row: Row) -> None:
         """Add a row and write the file."""
         self.rows.append(row)
         self.write()
 
     def write(self) -> None:
-        """Replace the file in one step, so that a killed run leaves a readable one."""
+        """Replace the file in one step, so that a killed run leaves a readable one, with a line for each row."""
+        head = json.dumps({"environment": self.environment, "complete": self.complete}, indent=1)[:-2]
+        rows = ",\n".join(json.dumps(plain(row), allow_nan=False) for row in self.rows)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        head = {"environment": self.environment, "settings": self.settings, "complete": self.complete}
-        text = json.dumps(plain(head), indent=1)[:-2]
-        self.written += map(line, self.rows[len(self.written) :])
-        for name, lines in (("planned", self.planned_lines), ("rows", self.written)):
-            text += f',\n "{name}": [\n' + ",\n".join(lines) + "\n ]"
         part = self.path.with_suffix(".part")
         try:
-            part.write_text(text + "\n}\n")
+            part.write_text(f'{head},\n "rows": [\n{rows}\n ]\n}}\n')
             part.replace(self.path)
         finally:
             part.unlink(missing_ok=True)
 
-
-def line(item: Row) -> str:
-    """An item as it stands in the file. JSON has no NaN or infinity."""
-    return json.dumps(plain(item), allow_nan=False)
+    def concluded(self) -> int:
+        """Say what failed. Returns: COMPLETE, FAILED or LEFT, as of all planned."""
+        if self.complete:
+            self.write()  # what was planned may have become less; rows that lack their successors stay in the file
+        peers = {job.name for job in self.planned if job.optional}
+        broken = [row for row in self.rows if "skipped" in row and row["id"] not in peers]
+        red = broken + [row for row in self.rows if row.get("passed") is False]
+        for row in red:
+            print(f"{row['id']}: {row.get('skipped') or 'the check failed'}")
+        return FAILED if red else COMPLETE if self.complete else LEFT
 
 
 def plain(value: Any) -> Any:
@@ -161,40 +144,29 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class Deadline:
-    """When to start nothing new."""
+def measure(jobs: Sequence[Job], files: Mapping[str, Results], deadline: float) -> int:
+    """Run the jobs that have no row yet, in order; what is predicted to outlast the deadline is left.
 
-    def __init__(self, minutes: float, spare: float = 0.0) -> None:
-        """spare: seconds that must be left to start a case."""
-        self.begin = time.monotonic()
-        self.end = self.begin + 60 * minutes - spare
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since it was made."""
-        return time.monotonic() - self.begin
-
-    @property
-    def left(self) -> float:
-        """Seconds until it is over."""
-        return self.end - time.monotonic()
-
-    @property
-    def over(self) -> bool:
-        """Whether it is too late for another case."""
-        return time.monotonic() >= self.end
-
-
-def measure(jobs: Iterable[Job], results: Results, deadline: Deadline) -> int:
-    """Run the jobs that have no row, one after the other. Returns: COMPLETE, FAILED or LEFT, as of all planned."""
-    waiting = [job for job in jobs if not results.has(job.name)]
-    with progress(results.path.stem, len(waiting)) as tell:
-        for job in waiting:
-            if deadline.over:
-                break
-            tell(job.name)
-            results.add(row_of(job))
-    return concluded(results)
+    Args: files: by the jobs' `file`.  deadline: as `time.monotonic` counts.
+    Returns: COMPLETE, FAILED or LEFT, as of all planned; FAILED if checks are red that some job needs.
+    """
+    waiting = [job for job in jobs if not files[job.file].has(job.name)]
+    blocked: dict[str, list[str]] = {}
+    for number, job in enumerate(waiting, 1):
+        green = {row["id"] for results in files.values() for row in results.rows if row.get("passed")}
+        red = ", ".join(name for name in job.needs if name not in green)
+        if red:
+            blocked.setdefault(red, []).append(job.name)
+        elif time.monotonic() + job.seconds < deadline:
+            print(f"{number}/{len(waiting)} {job.name}", end=" ", flush=True)
+            row = row_of(job)
+            files[job.file].add(row)
+            state = row.get("skipped") or ("RED" if row.get("passed") is False else "")
+            print(f"{row['seconds']:.1f} s {state}".rstrip(), flush=True)
+    code = worst(results.concluded() for results in files.values())
+    for red, names in blocked.items():
+        print(f"{len(names)} not measured, because {red} is not green: {names[0]} ...")
+    return FAILED if blocked else code
 
 
 def row_of(job: Job) -> Row:
@@ -206,33 +178,6 @@ def row_of(job: Job) -> Row:
     except Unmeasured as reason:
         row["skipped"] = str(reason)
     return row | {"seconds": round(time.perf_counter() - started, 2)}
-
-
-def concluded(results: Results) -> int:
-    """Say what failed. Returns: COMPLETE, FAILED or LEFT, as of all planned."""
-    if results.complete:
-        results.write()  # what was planned may have become less; rows that lack their successors stay in the file
-    peers = {job.name for job in results.planned if job.optional}
-    broken = [row for row in results.rows if "skipped" in row and row["id"] not in peers]
-    red = broken + [row for row in results.rows if row.get("passed") is False]
-    for row in red:
-        print(f"{row['id']}: {row.get('skipped') or 'the check failed'}")
-    return FAILED if red else COMPLETE if results.complete else LEFT
-
-
-@contextmanager
-def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on a terminal, else a line for each job. Gives what to call with the name of the job that begins."""
-    if not sys.stdout.isatty():
-        numbers = iter(range(1, total + 1))
-        yield lambda name: print(f"{title} {next(numbers)}/{total}: {name}", flush=True)
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
-        task, begun = bar.add_task(title, total=total), iter(range(total))
-        yield lambda name: bar.update(task, completed=next(begun), description=f"{title}: {name}")
-        bar.update(task, completed=next(begun, total))
 
 
 def in_process(module: str, settings: Row, python: str = sys.executable) -> Row:
@@ -268,40 +213,35 @@ def digest(*places: str, texts: Sequence[str] = (), without: Sequence[str] = ())
     return found.hexdigest()[:12]
 
 
-def command(
-    prog: str, text: str | None, parts: Sequence[str], minutes: float, out: Path = RESULTS
-) -> argparse.ArgumentParser:
+@cache
+def source(*places: str, texts: tuple[str, ...] = ()) -> str:
+    """Digest of the code that a case runs: these files and folders, texts, and what is measured of the library."""
+    return digest("fastkv", *places, texts=texts, without=("fastkv/lab", "fastkv/integrations/vllm"))
+
+
+def command(prog: str, text: str | None, minutes: float) -> argparse.ArgumentParser:
     """The options that all measurements share. text: the docstring, whose example belongs to --help."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {prog}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--parts", nargs="+", choices=parts, metavar="PART", help="some of the parts; see --list")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains this")
-    add_options(parser, minutes, out)
-    return parser
-
-
-def add_options(parser: argparse.ArgumentParser, minutes: float, out: Path = RESULTS) -> None:
-    """How long to measure, and which files to go on with."""
-    where = out.relative_to(ROOT)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=text, formatter_class=form)
     parser.add_argument("--minutes", type=float, default=minutes, help="start nothing after so many (%(default)s)")
     parser.add_argument("--fresh", action="store_true", help="do not go on with earlier files")
     parser.add_argument("--retry-skipped", action="store_true", help="try again what could not be measured before")
     parser.add_argument("--list", action="store_true", help="print parts and cases, measure nothing")
-    parser.add_argument("--out", type=Path, help=f"folder of the results (default {where}; none in a dry run)")
+    parser.add_argument("--dry-run", action="store_true", help="toys and stand-ins on a CPU; claims no timings")
+    parser.add_argument("--out", type=Path, help="folder of the results (default perf/results; none in a dry run)")
     parser.add_argument("--commit", help="the commit to name where there is no git")
+    return parser
 
 
-def folder(options: argparse.Namespace, default: Path = RESULTS) -> Path:
+def folder(options: argparse.Namespace) -> Path:
     """Where results go. Raises: SystemExit for a dry run into the committed results, because it measures nothing."""
-    dry = getattr(options, "dry_run", False)
-    out = options.out or (Path(tempfile.mkdtemp(prefix="fastkv-dry-run-")) if dry else default)
-    if dry and out.resolve().is_relative_to(RESULTS):
+    out = options.out or (Path(tempfile.mkdtemp(prefix="fastkv-dry-run-")) if options.dry_run else RESULTS)
+    if options.dry_run and out.resolve().is_relative_to(RESULTS):
         raise SystemExit("a dry run measures nothing and does not write into perf/results")
     return out
 
 
-def listed(parts: dict[str, list[str]]) -> int:
+def listed(parts: Mapping[str, Iterable[str]]) -> int:
     """Print parts and the names of their cases. Returns: COMPLETE."""
     for part, names in parts.items():
         print(part, *(f"\n  {name}" for name in names))

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from .engine import RESULTS
-from .gpu import report as gpu
+from .gpu.report import chapters
 from .speed.report import chapter, write_sections
-from .tables import read, table
+from .tables import Row, read, table
 
 HEADER = """# Measurements
 
@@ -25,32 +24,24 @@ Written by `python -m perf.report` from the JSON files beside it; do not edit. H
 FACTS = ("device", "cpu", "driver", "cuda", "torch", "triton", "transformers", "python", "threads", "commit", "source")
 
 
-def environments(files: dict[str, dict[str, Any]]) -> str:
+def environments(files: dict[str, Row]) -> str:
     """What each file was measured on."""
-    known = {}
+    rows = []
     for name, file in files.items():
-        if "environment" in file:
-            code = ", ".join(dict.fromkeys(row["source"] for row in file["rows"] if "source" in row))
-            known[name] = {"source": code, **file["environment"]}
-    rows = [[f"{name}.json", *(str(facts.get(fact, "")) for fact in FACTS)] for name, facts in known.items()]
+        code = ", ".join(dict.fromkeys(row["source"] for row in file["rows"] if "source" in row))
+        facts = {"source": code, **file["environment"]}
+        rows.append([f"{name}.json", *(facts.get(fact, "") for fact in FACTS)])
     return table(("file", *FACTS), rows) or "Nothing has been measured.\n"
 
 
 def write(folder: Path) -> Path:
     """Write the report of the folder's files. Returns its path."""
-    folder.mkdir(parents=True, exist_ok=True)
     files = read(folder)
-    unfinished = [name for name, file in files.items() if file.get("complete") is False]
-    parts = [
-        HEADER,
-        chapter(files, folder),
-        f"\nFiles that are not finished: {', '.join(unfinished)}.\n" if unfinished else "",
-        "\n## Measured on\n\n",
-        environments(files),
-        gpu.chapters(files),
-    ]
+    left = ", ".join(name for name, file in files.items() if file.get("complete") is False)
+    unfinished = f"\nFiles that are not finished: {left}.\n" if left else ""
+    measured = f"\n## Measured on\n\n{environments(files)}"
     path = folder / "README.md"
-    path.write_text("".join(parts))
+    path.write_text(HEADER + chapter(files, folder) + unfinished + measured + chapters(files))
     return path
 
 
@@ -60,9 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m perf.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to read and write (default perf/results)")
-    parser.add_argument(
-        "--readme", action="store_true", help="write docs/performance.md and the README's table as well"
-    )
+    parser.add_argument("--readme", action="store_true", help="write docs/performance.md and the README's table, too")
     options = parser.parse_args(arguments)
     print(write(options.results))
     if options.readme:

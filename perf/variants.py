@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -41,6 +42,7 @@ NUMBERS = ("_flash.runs", "window_scores.merge", "expected_attention.weight", "z
 LEAVING = ("evict.evict", "compact.moments", "compact.merge")
 PREFILL = "prefill_attention.prefill"
 SHARES = (0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7)  # of heads of unequally many slots
+CASES = Path(__file__).with_suffix(".txt").read_text()  # a line: a function below and its arguments, see `cases`
 BATCH = {16: 1, 8: 4, 4: 8, 1: 16}  # in which 8 heads have so many programs each, on an H200
 
 
@@ -242,135 +244,6 @@ def window(dim: int, bias: bool = False, cap: bool = False) -> None:
         positions=new(1, 8, 4096, dtype=torch.int32), query_positions=new(1, asking, dtype=torch.int64), valid=real,
         query_valid=mask(1, asking), log_mass=new(1, 32, asking), bias=new(1, 8, 4096) if bias else None,
     )  # fmt: skip
-
-
-CASES = """
-decode dim=64,80,96,128,256,512 splits=1,16
-decode dim=128 splits=1,16 correction=mean
-decode dim=128,512 splits=1,16 correction=none
-decode dim=128,256 splits=1,16 attention cap
-decode dim=128,256,512 splits=1,4 cross
-decode dim=128 heads=4 tokens=2048 groups=16 attention
-decode dim=128 splits=8 groups=3
-decode dim=128 splits=4 groups=1
-decode dim=128 splits=4 append=0
-decode dim=128 splits=4 dtype=fp16
-decode dim=128 splits=1 dtype=fp32 correction=moments,centroids
-decode dim=64,128,256 splits=1,16 attention ragged
-decode dim=128 cap
-decode dim=64,128,256,512 splits=1,16 correction=centroids
-decode dim=128 splits=1,16 correction=centroids attention
-decode dim=80,128,256 correction=centroids cap ragged
-decode dim=64,128 splits=1,16 attention sinks
-decode dim=64 splits=1,16 groups=8 correction=centroids sinks
-decode dim=64,128,256 splits=1,16 rows
-decode dim=128 splits=1,16 correction=centroids attention rows
-decode dim=128 attention ragged rows
-decode dim=64,128 splits=1,16 correction=matching attention
-decode dim=128 correction=matching attention slots=int8
-decode dim=128 correction=matching attention ragged
-decode dim=64,128,256 splits=1,16 slots=int8,fp8,int4,k8v4
-decode dim=80 slots=int8,fp8
-decode dim=96 slots=int4,k8v4
-decode dim=64,128 correction=centroids attention slots=int8,fp8,int4,k8v4
-decode dim=128 dtype=fp16,fp32 slots=int8,fp8,int4,k8v4
-decode dim=128 attention cap ragged rows slots=int8,fp8,int4,k8v4
-decode dim=512 attention cap ragged
-decode dim=64,80,96,128,256,512 splits=8 correction=vector+moments
-decode dim=128 splits=1,8 correction=vector,vector+mean
-decode dim=128,256,512 splits=4 correction=vector+moments cross cap
-decode dim=128 splits=4 correction=vector+moments dtype=fp32
-decode dim=128 splits=8 correction=vector+moments dtype=fp16
-decode dim=128,512 splits=1 correction=vector+moments
-decode dim=128 splits=1 groups=16 append=0 correction=vector+moments
-decode dim=64,128,256,512 splits=8 correction=vector+moments attention ragged
-decode dim=64 splits=8 correction=vector+moments sinks
-decode dim=128 splits=8 correction=vector+moments attention ragged sinks
-decode dim=128 splits=8 correction=vector+moments rows
-decode dim=128 splits=8 correction=vector+moments attention ragged rows
-prefill dim=16,32,64,80,128,256,512
-prefill dim=128 dtype=bf16,fp16 cross
-prefill dim=128,512 correction=none
-prefill dim=128 groups=7 cap dtype=fp16 correction=moments,centroids
-prefill dim=512 groups=7 cap
-prefill dim=128 correction=mean
-prefill dim=64,128 sinks
-prefill dim=64,80,128,256,512 correction=centroids
-prefill dim=64,128,256 dtype=fp32 correction=moments,centroids
-prefill dim=64,128 correction=matching
-prefill dim=64,128,256 rows correction=moments,centroids
-prefill dim=128 rows slots=int8,fp8,int4,k8v4
-prefill dim=64,128,256 slots=int8,fp8,int4,k8v4
-prefill dim=80 slots=int8,fp8
-prefill dim=96 slots=int4,k8v4
-prefill dim=128 correction=centroids slots=int8,fp8,int4,k8v4
-prefill dim=128 groups=7 cap dtype=fp16,fp32 slots=int8,fp8,int4,k8v4
-prefill dim=64,128,256 flash correction=centroids
-prefill dim=128 flash
-prefill dim=128 flash rows
-compact dim=64,80,128,256,512
-compact dim=128,256,512 length=7152
-compact dim=128 length=512,7152 rows
-compact dim=64,128 correction=matching
-compact dim=64,128,256 slots=int8,fp8,int4,k8v4
-compact dim=80 slots=int8,fp8
-compact dim=96 slots=int4,k8v4
-compact dim=128 length=7152 slots=int8,fp8,int4,k8v4
-compact dim=512 slots=int4,k8v4
-compact dim=128 rows slots=int8,fp8,int4,k8v4
-evict dim=64,80,96,128,256,512
-evict dim=128,256,512 tokens=1984 spare=64
-evict dim=128 cross
-evict dim=128 correction=mean,none
-evict dim=128 chosen
-evict dim=64,128 correction=matching
-evict dim=128 tokens=128,16384
-evict dim=128 tokens=16384 spare=64
-evict dim=128 tokens=512 spare=32 dtype=bf16,fp16,fp32
-evict dim=64,128 rows
-evict dim=128 ragged rows
-evict dim=128 tokens=16384 rows
-evict dim=64,128,256,512 ragged
-evict dim=128 tokens=16384 ragged
-evict dim=64,128,256 slots=int8,fp8,int4,k8v4
-evict dim=80 slots=int8,fp8
-evict dim=96 slots=int4,k8v4
-evict dim=128 ragged rows slots=int8,fp8,int4,k8v4
-remember dim=64,80,96,128,256
-remember dim=128 parts=63 most=64
-remember dim=128 parts=510
-remember dim=128,256 dtype=fp32
-remember dim=64,128,256 rows
-remember dim=64,80,128,256 most=2048
-remember dim=128 most=2048 rows
-signals dim=128 correction=centroids
-signals dim=128 attention
-signals dim=128 attention correction=centroids
-signals dim=128 attention correction=centroids rows
-keydiff dim=64,80,128,256,512
-manifold dim=128 window=256
-leverage dim=64,80,128,256,512
-leverage dim=128,256 columns=128
-residuals dim=64,80,96,128,256,512
-residuals dim=128,256,512 cross
-residuals dim=128 correction=mean
-residuals dim=128 attention=0
-residuals dim=128 dtype=fp16,fp32
-mass dim=64,80,128,256,512
-mass dim=128 ordered
-mass dim=128,256,512 chunk=1024
-mass dim=64 chunk=256,1024 sinks
-peaks dim=64,80,128,256,512
-peaks dim=128 sinks
-expected dim=64,80,128,256,512
-standard
-selected length=2000,4000 masked
-selected length=2000,20000 masked ragged
-selected length=2000,20000
-window dim=64,80,128,256,512
-window dim=64,128 bias
-window dim=128 cap
-"""
 
 
 def cases(table: str = CASES) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -4,12 +4,13 @@ import json
 import math
 import subprocess
 import sys
+import time
 import types
 
 import pytest
 
 from perf import engine, tables
-from perf.engine import Deadline, Job, OtherSettings, Results, Unmeasured, digest
+from perf.engine import Job, Results, Unmeasured, digest
 
 FACTS = {"device": "GPU X", "driver": "1.2", "torch": "2", "triton": "3", "commit": "abc"}
 
@@ -27,18 +28,23 @@ def opened(path, *jobs, facts=FACTS, **rest):
     return Results.open(path, facts, jobs, **rest)
 
 
+def measured(results, seconds=300.0):
+    return engine.measure(results.planned, {"": results}, time.monotonic() + seconds)
+
+
 @pytest.fixture
 def path(tmp_path):
     """A file with rows of two jobs."""
     path = tmp_path / "some.json"
     jobs = job("a"), job("b", math.inf)
-    assert engine.measure(jobs, opened(path, *jobs), Deadline(5)) == engine.COMPLETE
+    assert measured(opened(path, *jobs)) == engine.COMPLETE
     return path
 
 
 def test_a_file_says_what_was_measured_and_where(path):
     file = json.loads(path.read_text())
-    assert file["complete"] and file["environment"] == FACTS and file["planned"][0] == {"of": "a", "sizes": [1, 2]}
+    assert file["complete"] and file["environment"] == FACTS
+    assert file["rows"][0]["case"] == {"of": "a", "sizes": [1, 2]}
     assert [(row["id"], row["ms"], row["source"]) for row in file["rows"]] == [("a", 1.0, "s0"), ("b", "inf", "s0")]
     assert all(row["case"]["of"] == row["id"] and row["seconds"] >= 0 for row in file["rows"])
     assert [file.name for file in path.parent.iterdir()] == ["some.json"]
@@ -47,8 +53,8 @@ def test_a_file_says_what_was_measured_and_where(path):
 def test_a_file_goes_on_with_what_is_missing(path):
     results = opened(path, job("a"), job("b"), job("c"))
     assert results.has("a") and not results.has("c") and not results.complete
-    assert engine.measure(results.planned, results, Deadline(0)) == engine.LEFT
-    assert engine.measure(results.planned, results, Deadline(5)) == engine.COMPLETE
+    assert measured(results, 0) == engine.LEFT
+    assert measured(results) == engine.COMPLETE
     assert [row["id"] for row in json.loads(path.read_text())["rows"]] == ["a", "b", "c"]
 
 
@@ -67,23 +73,17 @@ def test_a_changed_job_is_measured_again_and_only_it(path, capsys):
     assert len(json.loads(path.read_text())["rows"]) == 2, "nothing is lost before something new is measured"
 
 
-def test_settings_do_not_mix(path):
-    with pytest.raises(OtherSettings, match="other settings"):
-        opened(path, job("a"), settings={"seeds": 2})
-    assert not opened(path, job("a"), settings={"seeds": 2}, fresh=True).rows
-
-
 def test_what_fails_is_named_and_can_be_tried_again(tmp_path, capsys):
     path, peer = tmp_path / "some.json", job("peer", "not installed", optional=True)
     jobs = job("a"), peer
-    assert engine.measure(jobs, opened(path, *jobs), Deadline(5)) == engine.COMPLETE
+    assert measured(opened(path, *jobs)) == engine.COMPLETE
     assert opened(path, *jobs).rows[1]["skipped"] == "not installed"
     assert [row["id"] for row in opened(path, *jobs, retry=True).rows] == ["a"]
     jobs = job("a", "broken", source="s1"), peer
-    assert engine.measure(jobs, opened(path, *jobs), Deadline(5)) == engine.FAILED
+    assert measured(opened(path, *jobs)) == engine.FAILED
     assert "a: broken" in capsys.readouterr().out
     check = Job("check", {}, lambda: {"passed": False})
-    assert engine.measure([check], opened(tmp_path / "checks.json", check), Deadline(5)) == engine.FAILED
+    assert measured(opened(tmp_path / "checks.json", check)) == engine.FAILED
 
 
 def test_old_files_are_read_but_not_continued(tmp_path):
@@ -100,8 +100,10 @@ def test_reports_read_cases_beside_what_was_measured(path):
     assert [(row["id"], row["of"]) for name in files for row in files[name]["rows"]] == [("a", "a"), *zip("ab", "ab")]
 
 
-def test_deadlines_leave_room():
-    assert Deadline(1, spare=61).over and not Deadline(1).over and not Deadline(float("inf")).over
+def test_deadlines_leave_room(tmp_path, capsys):
+    long, short = job("long", seconds=61.0), job("short", seconds=1.0)
+    results = opened(tmp_path / "some.json", long, short)
+    assert measured(results, 60.0) == engine.LEFT and [row["id"] for row in results.rows] == ["short"]
 
 
 def test_exit_codes():

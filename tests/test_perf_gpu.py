@@ -1,6 +1,7 @@
 """The GPU scripts as code: a dry run in the interpreter, the gate before timings, and the report on made-up files."""
 
 import json
+import time
 import types
 from dataclasses import replace
 
@@ -8,15 +9,14 @@ import pytest
 import torch
 
 from perf import engine, report
-from perf.engine import RESULTS, Deadline
+from perf.engine import RESULTS, Results
 from perf.gpu import __main__ as command
 from perf.gpu import checks, plan, timings
 from perf.gpu.checks import Finding, equal
-from perf.gpu.clock import Work, measure, num_sets, passes
-from perf.gpu.heads import GEMMA, LLAMA, decode_bytes
+from perf.gpu.clock import Work, layer, measure, num_sets, passes
+from perf.gpu.heads import GEMMA, LLAMA
 from perf.gpu.peers import CAUSAL, PEERS
 from perf.gpu.place import FlashInferStandIn, Place, StandIn
-from perf.gpu.plan import Section, Task
 from perf.speed import worker
 
 CPU = Place(torch.device("cpu"), toy=True)
@@ -40,46 +40,42 @@ def test_a_run_needs_a_gpu_and_a_dry_run_does_not_touch_the_results(monkeypatch)
 @pytest.fixture(scope="module")
 def whole():
     """Every section, as on a GPU."""
-    return plan.sections(GPU)
+    return plan.planned(GPU)
 
 
-def tasks_of(sections, *names):
-    return [task for section in sections if not names or section.name in names for task in section.tasks]
-
-
-def cases_of(sections, name):
-    return [task.job.case for task in tasks_of(sections, name)]
+def jobs_of(sections, *names):
+    return [job for name, jobs in sections.items() if not names or name in names for job in jobs]
 
 
 def test_the_plan_is_in_order_and_fits_into_half_an_hour(whole):
-    assert tuple(section.name for section in whole) == command.SECTIONS
-    names = [task.job.name for task in tasks_of(whole)]
+    assert tuple(whole) == tuple(command.SECTIONS)
+    names = [job.name for job in jobs_of(whole)]
     assert len(names) == len(set(names))
-    assert sum(section.seconds for section in whole) < 1800
-    assert sum(task.seconds for task in tasks_of(whole, "device", "key")) < 60 * MINUTES, "in the first call"
-    assert max(task.seconds for task in tasks_of(whole)) < 60 * MINUTES
+    assert sum(job.seconds for job in jobs_of(whole)) < 1800
+    assert sum(job.seconds for job in jobs_of(whole, "device", "key")) < 60 * MINUTES, "in the first call"
+    assert max(job.seconds for job in jobs_of(whole)) < 60 * MINUTES
 
 
 def test_all_checks_and_operations_are_planned(whole):
-    checked = {task.job.case["op"] for task in tasks_of(whole) if task.file == "gpu_checks"}
+    checked = {job.case["op"] for job in jobs_of(whole) if job.file == "gpu_checks"}
     assert checked == {*checks.PER_HEADS, "kernels", "captured", "compiled", "served"}
-    timed = {task.job.case["op"] for task in tasks_of(whole) if task.file == "gpu_timings"}
+    timed = {job.case["op"] for job in jobs_of(whole) if job.file == "gpu_timings"}
     assert timed == {*timings.OWN, *timings.BLOCKS, *PEERS, *CAUSAL, "copy 1 GiB"}
-    models = [(case["model"], case["context"], case["batch"]) for case in cases_of(whole, "model")]
+    models = [(job.case["model"], job.case["context"], job.case["batch"]) for job in whole["model"]]
     assert models.count(plan.FASTDMS) == 2
-    key = cases_of(whole, "key")
-    assert [case["op"] for case in key[:3]] == ["copy 1 GiB", "fastkv default", "copy"]
-    assert sum(case["op"] == "fastkv default" for case in key) == 6
+    key = [job.case["op"] for job in whole["key"]]
+    assert key[:3] == ["copy 1 GiB", "fastkv default", "copy"]
+    assert key.count("fastkv default") == 6
 
 
 def test_a_timing_waits_for_checks_of_its_own_heads_before_it(whole):
-    tasks = tasks_of(whole)
-    order = {task.job.name: number for number, task in enumerate(tasks)}
-    for number, task in enumerate(tasks):
-        assert all(order[name] < number for name in task.needs), task.job.name
-        if task.file == "gpu_timings":
-            assert all(task.job.case["heads"] in name for name in task.needs)
-            assert task.needs or task.job.optional
+    jobs = jobs_of(whole)
+    order = {job.name: number for number, job in enumerate(jobs)}
+    for number, job in enumerate(jobs):
+        assert all(order[name] < number for name in job.needs), job.name
+        if job.file == "gpu_timings":
+            assert all(job.case["heads"] in name for name in job.needs)
+            assert job.needs or job.optional
 
 
 # Runs.
@@ -89,18 +85,18 @@ def test_a_dry_run_walks_every_check_and_every_timing(tmp_path, capsys, whole, m
     monkeypatch.setitem(worker.COPY_BYTES, "cpu", 1 << 20)
     assert command.main(["--dry-run", "--out", str(tmp_path), "--minutes", str(MINUTES)]) == engine.COMPLETE
     printed = capsys.readouterr().out
-    for section in whole:
-        assert f"\n{section.name:8s} {len(section.tasks):4d} rows" in printed
+    for name, jobs in whole.items():
+        assert f"\n{name:8s} {len(jobs):4d} rows" in printed
     files = sorted(tmp_path.iterdir())
     assert [path.name for path in files] == sorted(f"{name}.json" for name in plan.FILES)
     found = {row["id"]: row for path in files for row in json.loads(path.read_text())["rows"]}
-    assert found.keys() == {task.job.name for task in tasks_of(whole)}
-    for task in tasks_of(whole):
-        row = found[task.job.name]
+    assert found.keys() == {job.name for job in jobs_of(whole)}
+    for job in jobs_of(whole):
+        row = found[job.name]
         assert "skipped" not in row, row
-        if task.file == "gpu_checks":
+        if job.file == "gpu_checks":
             assert row["passed"] and row["compared"], row
-        elif task.file == "gpu_timings":
+        elif job.file == "gpu_timings":
             assert row["dry_run"] and row["median_us"] is None and row["samples"] and row["needed_bytes"] > 0
         else:
             assert row["ms"]["p50"] > 0 and row["cache_bytes"] > 0
@@ -113,15 +109,15 @@ def test_a_dry_run_walks_every_check_and_every_timing(tmp_path, capsys, whole, m
 
 @pytest.fixture
 def go(tmp_path):
-    """Runs these tasks. Returns: the run."""
+    """Runs these jobs. Returns: the exit code, and the rows of each file."""
 
-    def main(*tasks, minutes=5.0):
-        run = command.Run(tmp_path, FACTS, [Section("some", "", list(tasks))], fresh=False, retry=False)
-        try:
-            run.go([task for task in tasks if run.lacks(task)], Deadline(minutes))
-        finally:
-            run.code = run.concluded()
-        return run
+    def main(*jobs, minutes=5.0):
+        files = {
+            name: Results(tmp_path / f"{name}.json", FACTS, [job for job in jobs if job.file == name])
+            for name in plan.FILES
+        }
+        code = engine.measure(jobs, files, time.monotonic() + 60 * minutes)
+        return code, {name: results.rows for name, results in files.items()}
 
     return main
 
@@ -138,17 +134,17 @@ def check(name, found=None, place=CPU, seconds=1.0):
 
 
 def timing(name, *needs):
-    return Task("gpu_timings", engine.Job(name, {"op": name}, lambda: {"median_us": 1.0}, "s0"), 1.0, needs)
+    return engine.Job(name, {"op": name}, lambda: {"median_us": 1.0}, "s0", needs=needs, file="gpu_timings")
 
 
 def test_a_red_check_blocks_only_the_timings_that_need_it(go, capsys):
-    tasks = check("a", 1.0), check("b", 0.1), check("c"), timing("ta", "a"), timing("tb", "b"), timing("td", "b", "d")
-    run = go(*tasks)
-    assert run.code == engine.FAILED
-    assert [row["passed"] for row in run.files["gpu_checks"].rows] == [False, True, False]
-    assert "illegal memory access" in run.files["gpu_checks"].rows[2]["error"]
-    assert [row["id"] for row in run.files["gpu_timings"].rows] == ["tb"]
-    assert "1 not timed, because a is not green: ta" in capsys.readouterr().out
+    jobs = check("a", 1.0), check("b", 0.1), check("c"), timing("ta", "a"), timing("tb", "b"), timing("td", "b", "d")
+    code, rows = go(*jobs)
+    assert code == engine.FAILED
+    assert [row["passed"] for row in rows["gpu_checks"]] == [False, True, False]
+    assert "illegal memory access" in rows["gpu_checks"][2]["error"]
+    assert [row["id"] for row in rows["gpu_timings"]] == ["tb"]
+    assert "1 not measured, because a is not green: ta" in capsys.readouterr().out
 
 
 def test_a_lost_device_ends_the_run_and_what_it_says_is_not_written(go, monkeypatch, tmp_path):
@@ -166,17 +162,17 @@ def test_a_lost_device_ends_the_run_and_what_it_says_is_not_written(go, monkeypa
 
 
 def test_a_run_says_that_the_device_is_lost(monkeypatch, tmp_path, capsys):
-    def lost(self, tasks, deadline):
+    def lost(jobs, files, deadline):
         raise checks.DeviceLost("broken")
 
-    monkeypatch.setattr(command.Run, "go", lost)
+    monkeypatch.setattr(engine, "measure", lost)
     assert command.main(["--dry-run", "--out", str(tmp_path), "--only", "device"]) == engine.FAILED
     assert "the device is lost: broken" in capsys.readouterr().out
 
 
 def test_what_does_not_fit_is_left_for_the_next_call(go):
-    run = go(check("long", 0.1, seconds=600.0), check("short", 0.1))
-    assert run.code == engine.LEFT and [row["id"] for row in run.files["gpu_checks"].rows] == ["short"]
+    code, rows = go(check("long", 0.1, seconds=600.0), check("short", 0.1))
+    assert code == engine.LEFT and [row["id"] for row in rows["gpu_checks"]] == ["short"]
 
 
 def test_a_peer_that_is_absent_leaves_its_reason():
@@ -186,7 +182,7 @@ def test_a_peer_that_is_absent_leaves_its_reason():
     peer, own = timings.key_cases()[2], timings.key_cases()[1]
     assert peer.peer and not own.peer
     for case in (peer, own):
-        job = plan.timed(CPU, replace(case, build=crash)).job
+        job = plan.timing(CPU, replace(case, build=crash))
         assert job.optional == case.peer
         assert engine.row_of(job)["skipped"] == "ImportError: flashinfer is not installed"
 
@@ -194,10 +190,10 @@ def test_a_peer_that_is_absent_leaves_its_reason():
 def test_what_is_wrong_is_not_timed(monkeypatch):
     """A step that differs from the reference leaves the reason, and fails, because it is no peer's."""
     case = timings.key_cases()[1]
-    assert engine.row_of(plan.timed(CPU, case).job)["error"] < 1e-2
+    assert engine.row_of(plan.timing(CPU, case))["error"] < 1e-2
     stock = timings.ops.decode_step
     monkeypatch.setattr(timings.ops, "decode_step", lambda *cell: (2 * stock(*cell)[0],))
-    assert "wrong result: relative error 1" in engine.row_of(plan.timed(CPU, case).job)["skipped"]
+    assert "wrong result: relative error 1" in engine.row_of(plan.timing(CPU, case))["skipped"]
 
 
 @pytest.mark.parametrize("harm", ["an eviction that does nothing", "an eviction of somebody else"])
@@ -210,9 +206,12 @@ def test_what_happens_in_the_wrong_page_is_a_finding(harm, monkeypatch):
         elif "somebody else" in harm:
             stock(scores, kept, state.at(torch.where(state.rows == 3, 5, state.rows)), rule)
 
-    assert checks.row_of(lambda: checks.check_pages(CPU, CPU.heads(LLAMA), "moments"), CPU)["passed"]
+    def pages():
+        return checks.check_replays(CPU, CPU.heads(LLAMA), "moments", paged=True)
+
+    assert checks.row_of(pages, CPU)["passed"]
     monkeypatch.setattr(checks.ops, "evict", evict)
-    row = checks.row_of(lambda: checks.check_pages(CPU, CPU.heads(LLAMA), "moments"), CPU)
+    row = checks.row_of(pages, CPU)
     assert not row["passed"] and "error" not in row
     assert any("others'" in one["name"] for one in row["findings"]) == ("somebody else" in harm)
 
@@ -267,8 +266,9 @@ def test_findings_do_not_pass_nan():
 
 def test_bytes_of_a_step():
     """The numbers of the floors: 2.39 MB a layer at L = 512 for Llama, 9.48 MB at 1024 for Gemma."""
-    assert decode_bytes(LLAMA, 1, 512, 1) == pytest.approx(2.39e6, rel=0.01)
-    assert decode_bytes(GEMMA, 1, 1024, 1) == pytest.approx(9.48e6, rel=0.01)
+    for heads, length, nbytes in ((LLAMA, 512, 2.39e6), (GEMMA, 1024, 9.48e6)):
+        state = layer(GPU, heads, 1, length, "moments", free=timings.FREE)
+        assert timings.needed_bytes(state, heads, length) == pytest.approx(nbytes, rel=0.01)
 
 
 def test_a_dry_clock_walks_every_line_and_gives_no_time():

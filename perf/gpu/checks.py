@@ -13,8 +13,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,11 +33,11 @@ from fastkv.reference import LayerState
 from fastkv.rotary import Rotary
 
 from ..engine import LIMIT, ROOT, Row
-from ..micro.states import SCALE, filled, spec
+from ..micro.states import SCALE, spec
 from ..speed.models import build
-from .clock import nothing, randn, record
+from .clock import layer, randn, record, relative_error, token, tokens
 from .heads import Heads
-from .place import HALF, Place, forget_compiled
+from .place import Place, forget_compiled
 
 BROKEN = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, AttributeError)
 CRASHES = (*BROKEN, OSError, ImportError, TritonError)
@@ -45,12 +45,11 @@ LAUNCHES, PER_GRAPH = 100_000, 100
 CORRECTIONS = ("centroids", "moments")
 FAMILIES = ("llama", "gemma-3")  # the second has layers with a window
 EVERY = 4  # tokens between evictions
+PAGES = 7
 # Median over steps of |compiled - eager| / |eager| of the logits. An inductor graph keeps in float32 what eager steps
 # round to bf16 in between (2^-8 each), and a close choice of what to evict may fall the other way.
 COMPILED = 0.05
-NEAR = (
-    1e-4  # relative error of a batch of several sequences in float32, whose heads are split otherwise than those of one
-)
+NEAR = 1e-4  # relative error in float32 of a batch of sequences, whose heads are split otherwise than those of one
 
 
 class DeviceLost(Exception):
@@ -90,18 +89,15 @@ def row_of(check: Callable[[], list[Finding]], place: Place) -> Row:
 
     Raises: DeviceLost if nothing can be computed on the device any more.
     """
-    findings, error = [], None
     try:
         with torch.no_grad():
             findings = check()
     except CRASHES as crash:
         still_there(place, crash)
-        error = f"{type(crash).__name__}: {str(crash)[:500]}"
+        return {"passed": False, "compared": 0, "findings": [], "error": f"{type(crash).__name__}: {str(crash)[:500]}"}
     bad = [one for one in findings if not one.passed]
-    worst = [max(findings, key=lambda one: one.error / (one.limit or 1))] if findings else []
-    row: Row = {"passed": error is None and not bad, "compared": len(findings)}
-    row["findings"] = [vars(one) for one in (bad or worst)]
-    return row | ({"error": error} if error else {})
+    worst = bad or [max(findings, key=lambda one: one.error / (one.limit or 1))]
+    return {"passed": not bad, "compared": len(findings), "findings": [vars(one) for one in worst]}
 
 
 def check_kernels(place: Place) -> list[Finding]:
@@ -121,52 +117,40 @@ def check_kernels(place: Place) -> list[Finding]:
     return [Finding(done.stdout.strip().splitlines()[-1], float(len(red))), *(Finding(name, 1.0) for name in red)]
 
 
-def recorded(place: Place, run: Callable[[], None], restore: Callable[[], None] = nothing) -> Callable[[], None]:
-    """The function as a captured CUDA graph; in a dry run it is captured by the stand-in, and then the function.
-
-    Args: restore: takes back what running it has changed, before and after it is captured.
-    """
-
-    def warm() -> None:
-        run()
-        restore()
-
-    graph = record(place, [run], warm)
-    restore()
+def recorded(place: Place, run: Callable[[], None]) -> Callable[[], None]:
+    """The function as a captured CUDA graph; in a dry run it is captured by the stand-in, and then the function."""
+    graph = record(place, [run], run)
     return run if place.toy else graph.replay
 
 
 def check_ticket(place: Place, heads: Heads, correction: str) -> list[Finding]:
     """10^5 launches of the split decode on the same inputs, other streams busy at random: all results bitwise equal."""
-    findings = []
-    for batch, slots in ((1, 64),) if place.toy else ((1, 1024), (8, 4096)):
-        sizes = batch, heads.num_kv_heads, heads.head_dim, slots
-        state = filled(*sizes, correction=correction, attention=True, dtype=HALF, device=place.device)
-        rule = spec(correction, backend=place.backend)
-        state.scratch = ops.workspace(heads.num_heads, state, rule)
-        q = randn(place, batch, heads.num_heads, heads.head_dim)
 
-        def launch(state=state, q=q, rule=rule) -> list[Tensor]:
+    def changed(batch: int, slots: int) -> Iterator[Finding]:
+        state, rule = layer(place, heads, batch, slots, correction, attention=True), spec(correction, 0, place.backend)
+        state.scratch, (q, _, _) = ops.workspace(heads.num_heads, state, rule), token(place, heads, batch)
+        wrong = torch.zeros((), dtype=torch.int64, device=place.device)
+
+        def launch() -> list[Tensor]:
             collected = state.exact.attention.zero_()
             return [*ops.decode_step(q, None, None, state, rule), collected]
 
-        first = [t.clone() for t in launch()]
-        wrong = torch.zeros((), dtype=torch.int64, device=place.device)
-
-        def launches(first=first, wrong=wrong, launch=launch) -> None:
+        def launches() -> None:
             for _ in range(2 if place.toy else PER_GRAPH):
                 for got, want in zip(launch(), first):
                     wrong.add_((got != want).sum())
 
+        first = [t.clone() for t in launch()]
         replay, noise = recorded(place, launches), Noise(place)
         for _ in range(1 if place.toy else LAUNCHES // PER_GRAPH):
             noise.make()
             replay()
         place.cuda.synchronize()
-        findings.append(Finding(f"elements that changed, B={batch} C={slots}", float(wrong)))
+        yield Finding(f"elements that changed, B={batch} C={slots}", float(wrong))
         if state.scratch:
-            findings.append(Finding("tickets left", float(state.scratch[3].abs().sum())))
-    return findings
+            yield Finding("tickets left", float(state.scratch[3].abs().sum()))
+
+    return [one for shape in (((1, 64),) if place.toy else ((1, 1024), (8, 4096))) for one in changed(*shape)]
 
 
 class Noise:
@@ -175,8 +159,7 @@ class Noise:
     def __init__(self, place: Place) -> None:
         self.cuda, self.size = place.cuda, 64 if place.toy else 2048
         self.streams = [self.cuda.Stream() for _ in range(2)]
-        self.matrix = torch.randn(self.size, self.size, device=place.device, dtype=torch.bfloat16)
-        self.random = random.Random(0)
+        self.matrix, self.random = randn(place, self.size, self.size), random.Random(0)
 
     def make(self) -> None:
         """Queue some on each stream, and delay the current one by up to 20 microseconds or so."""
@@ -188,118 +171,74 @@ class Noise:
         self.cuda._sleep(self.random.randrange(40_000))
 
 
-def check_graph(place: Place, heads: Heads, correction: str) -> list[Finding]:
-    """A captured decode_step, replayed with new tokens while lengths change on the device, equals eager steps."""
-    findings, rule, batch = [], spec(correction, backend=place.backend), 2
-    sizes = batch, heads.num_kv_heads, heads.head_dim, place.slots
-    eager = filled(*sizes, correction=correction, attention=True, dtype=HALF, device=place.device)
-    graphed = copy.deepcopy(eager)
-    token = [randn(place, batch, heads.num_heads, heads.head_dim)]
-    token += [randn(place, batch, heads.num_kv_heads, 1, heads.head_dim) for _ in "kv"]
-    for state in (graphed, eager):
-        state.scratch = ops.workspace(heads.num_heads, state, rule)
-    results: list[Tensor] = []
+def check_replays(place: Place, heads: Heads, correction: str, paged: bool) -> list[Finding]:
+    """A captured step and eviction, replayed for other tokens and lengths, equal eager ones bit for bit.
 
-    def run() -> None:
-        results[:] = ops.decode_step(*token, graphed, rule)
-
-    def restore() -> None:
-        for (_, mine), (_, other) in zip(graphed.named_tensors(), eager.named_tensors()):
-            mine.copy_(other)
-
-    def shorten(base: int) -> None:
-        for state in (graphed, eager):
-            lengths = torch.arange(state.exact.lengths.numel(), device=place.device) % 3 + base
-            state.exact.lengths.copy_(lengths.clamp(max=place.slots - 4).view_as(state.exact.lengths))
-            state.seen.copy_((state.exact.lengths + state.moments.count).amax(1))
-
-    shorten(0)
-    replay = recorded(place, run, restore)
-    for base in (0, place.slots // 2, place.slots - 4):  # short, middle, up to the last slot
-        shorten(base)
-        for index in range(3):
-            for tensor in token:
-                tensor.normal_()
-            replay()
-            for name, got, want in zip(("out", "lse", "lse_evicted"), results, ops.decode_step(*token, eager, rule)):
-                findings.append(equal(f"from {base}, step {index}: {name}", got, want))
-        pairs = zip(graphed.named_tensors(), eager.named_tensors())
-        findings += [equal(f"from {base}: {name}", mine, other) for (name, mine), (_, other) in pairs]
-    return findings
-
-
-def check_pages(place: Place, heads: Heads, correction: str) -> list[Finding]:
-    """What kernels do to sequences in pages they do to the same sequences side by side, bit for bit, and to no others.
-
-    A captured step and eviction are replayed for other rows; row 0, which is nobody's, is among them twice.
+    paged: the sequences live in pages, for others of which each graph is replayed, row 0, which is nobody's, among them
+    twice; what happens there happens to the same sequences side by side, and to no others.
     """
-    batch, pages, drop = 4, 7, EVERY
-    tokens = place.slots - drop
-    rule = spec(correction, tokens, place.backend, spare=drop)
-    sizes = 2, heads.num_kv_heads, heads.head_dim, tokens
-    state = filled(*sizes, free=drop, correction=correction, attention=True, dtype=HALF, device=place.device)
-    form = PageFormat.of(state)
-    paged = form.view(torch.randint(1, 120, (pages, form.nbytes), dtype=torch.uint8, device=place.device))
+    batch, tokens = 4, place.slots - EVERY
+    rule = spec(correction, tokens, place.backend, spare=EVERY)
+    stored = here = layer(place, heads, batch, tokens, correction, free=EVERY, attention=True)
     rows = torch.zeros(batch, dtype=torch.int64, device=place.device)
-    for row in range(pages):  # each page has a sequence, row 0 none
-        paged.at(rows[:1] + row).put(state.stretch(row % 2, row % 2 + 1))
-    paged.exact.lengths[0], paged.exact.lengths[1:] = 0, place.slots - 2  # any of them has something to evict
-    paged.seen += place.slots - 2 - tokens
-    token = [randn(place, batch, heads.num_heads, heads.head_dim)]
-    token += [randn(place, batch, heads.num_kv_heads, 1, heads.head_dim) for _ in "kv"]
-    scores = randn(place, batch, heads.num_kv_heads, place.slots).float()
-    results: list[Tensor] = []
-    here = paged.at(rows)
+    if paged:
+        form = PageFormat.of(here)
+        stored = form.view(torch.randint(1, 120, (PAGES, form.nbytes), dtype=torch.uint8, device=place.device))
+        for row in range(PAGES):
+            stored.at(rows[:1] + row).put(here.stretch(row % batch, row % batch + 1))
+        here = stored.at(rows)
     here.scratch = ops.workspace(heads.num_heads, here, rule)
+    scores, new = randn(place, batch, heads.num_kv_heads, place.slots).float(), token(place, heads, batch)
+    findings, results, everybody = [], list[Tensor](), range(1, PAGES)
 
     def step(of: LayerState) -> list[Tensor]:
-        out = [*ops.decode_step(*token, of, rule), *ops.slot_signals(positions_of(of), of, rule)]
+        out = [*ops.decode_step(*new, of, rule)]
+        positions = of.exact.positions if of.rows is None else of.exact.positions.index_select(0, of.rows)
+        out += ops.slot_signals(positions.contiguous(), of, rule)
         ops.evict(scores, None, of, rule)
         return out
 
     def run() -> None:
         results[:] = step(here)
 
-    replay, findings = recorded(place, run), []
-    for chosen in ([3, 0, 1, 0], [0, 6, 0, 4], [1, 0, 0, 3]):
-        rows.copy_(torch.tensor(chosen))
-        live = torch.tensor([i for i, row in enumerate(chosen) if row], device=place.device)
-        others = torch.tensor([row for row in range(1, pages) if row not in chosen], device=place.device)
-        beside, untouched = here.taken(), paged.at(others).taken()
-        replay()
-        for number, (got, want) in enumerate(zip(results, step(beside))):
-            if len(want):
-                findings.append(equal(f"rows {chosen}, result {number}", got[live], want[live]))
-        for (name, mine), (_, other) in zip(here.taken().named_tensors(), beside.named_tensors()):
-            findings.append(equal(f"rows {chosen}, {name}", mine[live], other[live]))
-        for (name, mine), (_, other) in zip(paged.at(others).taken().named_tensors(), untouched.named_tensors()):
-            findings.append(equal(f"rows {chosen}, others' {name}", mine, other))
+    replay = recorded(place, run)
+    short, middle, full = 0, place.slots // 2, place.slots - 2  # tokens of a head, the last with something to evict
+    for base, chosen in ((short, [3, 0, 1, 0]), (middle, [0, 6, 0, 4]), (full, [1, 0, 0, 3])):
+        lengths = torch.arange(stored.exact.lengths.numel(), device=place.device) % 3 + base
+        stored.exact.lengths.copy_(lengths.clamp(max=full).view_as(stored.exact.lengths))
+        if paged:
+            stored.exact.lengths[0] = 0
+            rows.copy_(torch.tensor(chosen))
+        stored.seen.copy_((stored.exact.lengths + stored.moments.count).amax(1))
+        live = [index for index, row in enumerate(chosen) if row or not paged]
+        others = torch.tensor([row for row in everybody if row not in chosen], device=place.device)
+        untouched = stored.at(others).taken() if paged else None
+        for index in range(2):  # there is room for as many, even if nothing leaves
+            for tensor in new:
+                tensor.normal_()
+            twin, told = here.taken() if paged else copy.deepcopy(here), f"from {base}, step {index}"
+            replay()
+            for number, (got, want) in enumerate(zip(results, step(twin))):
+                if len(want):
+                    findings.append(equal(f"{told}, result {number}", got[live], want[live]))
+            findings += same(told, here.taken() if paged else here, twin, live)
+        if untouched is not None:
+            findings += same(f"from {base}, others'", stored.at(others).taken(), untouched)
     return findings
 
 
-def positions_of(state: LayerState) -> Tensor:
-    """Positions [B, Hkv, C] of the slots of a batch."""
-    positions = state.exact.positions
-    assert positions is not None
-    return positions.contiguous() if state.rows is None else positions.index_select(0, state.rows)
+def same(told: str, state: LayerState, other: LayerState, rows: Any = slice(None)) -> Iterator[Finding]:
+    """Whether all tensors are equal in these rows."""
+    for (name, mine), (_, theirs) in zip(state.named_tensors(), other.named_tensors()):
+        yield equal(f"{told} {name}", mine[rows], theirs[rows])
 
 
-PER_HEADS: dict[str, Callable[[Place, Heads, str], list[Finding]]] = {
-    "ticket": check_ticket,
-    "graph": check_graph,
-    "pages": check_pages,
+# Of the decode step on named heads, with other arguments than those.
+PER_HEADS: dict[str, tuple[Callable[..., list[Finding]], dict[str, Any]]] = {
+    "ticket": (check_ticket, {}),
+    "graph": (check_replays, {"paged": False}),
+    "pages": (check_replays, {"paged": True}),
 }
-
-
-@contextmanager
-def syncs_raise(place: Place) -> Iterator[None]:
-    """Until the end of the with block, whatever waits for the device raises."""
-    place.cuda.synchronize()
-    place.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        place.cuda.set_sync_debug_mode("default")
 
 
 @dataclass(frozen=True)
@@ -315,11 +254,9 @@ class Kind:
         """Unique."""
         return f"{self.policy}-{self.correction}-{self.heads}"
 
-    def patch(self, place: Place, model: Any, backend: str, **settings: Any) -> None:
-        """Give the model such a cache, small enough for evictions all the time."""
-        budget = fastkv.Budget(tokens=16 if place.toy else 64, sinks=2, recent=4, heads=self.heads)
-        same: dict[str, Any] = dict(correction=self.correction, evict_every=EVERY)
-        fastkv.patch(model, self.policy, budget, backend=backend, **same, **settings)
+    def budget(self, tokens: int) -> fastkv.Budget:
+        """So many tokens of a head."""
+        return fastkv.Budget(tokens=tokens, sinks=2, recent=4, heads=self.heads)
 
 
 # The default first; then moments, unequal heads, sums of attention.
@@ -331,60 +268,43 @@ def check_served(place: Place, heads: Heads, kind: Kind) -> list[Finding]:
 
     In float32, in which no score is close to another by chance. No step waits for the device.
     """
-    block, budget, steps = (8, 16, 3 * EVERY) if place.toy else (256, 512, 40)
-    config = Config.make(
-        kind.policy, fastkv.Budget(tokens=budget, sinks=2, recent=4, heads=kind.heads), block, EVERY, kind.correction,
-        place.backend, None,
-    )  # fmt: skip
+    block, kept, steps = (8, 16, 3 * EVERY) if place.toy else (256, 512, 40)
+    config = Config.make(kind.policy, kind.budget(kept), block, EVERY, kind.correction, place.backend, None)
     frequencies = 1e4 ** -torch.linspace(0, 1, heads.head_dim // 2, device=place.device)
     config = replace(config, rotations={0: Rotary(frequencies)})
     like = torch.empty(1, heads.num_kv_heads, 0, heads.head_dim, device=place.device)
-    rows, lengths = [3, 1, 4], [2 * budget + 5, block - 3, budget + block]
+    rows, lengths = [3, 1, 4], [2 * kept + 5, block - 3, kept + block]
     shared = CacheWorkspace(evict_every=EVERY, sequences=len(rows))
     rule = PagedRule.of(config, 0, 0, 1, like, like, shared)
     pages = torch.full((6, rule.form.nbytes), 0xFF, dtype=torch.uint8, device=place.device)
-    layer = PagedLayer(rule, pages, heads.num_heads, SCALE, None, shared)
-
-    def tokens(number: int) -> list[Tensor]:
-        sizes = heads.num_heads, heads.num_kv_heads, heads.num_kv_heads
-        return [torch.randn(1, size, number, heads.head_dim, device=place.device) for size in sizes]
-
-    findings, clock, seen, following = [], PagedClock(EVERY), list(lengths), [tokens(steps) for _ in rows]
-    expected = []
+    served, clock = PagedLayer(rule, pages, heads.num_heads, SCALE, None, shared), PagedClock(EVERY)
+    new = partial(tokens, place, heads, dtype=torch.float32)
+    findings, expected, following = [], [], [new(1, steps) for _ in rows]
     for row, length, further in zip(rows, lengths, following):
-        alone = LayerCache(LayerPlan(config), CacheWorkspace(evict_every=EVERY))
-        prompt = tokens(length)
+        alone, prompt = LayerCache(LayerPlan(config), CacheWorkspace(evict_every=EVERY)), new(1, length)
         alone.allocate(heads.num_heads, *prompt[1:], length)
         alone.configure(Attends(SCALE))
-        layer.clear(torch.tensor([row], device=place.device))
-        for at in range(0, length, block):
-            q, k, v = (part[:, :, at : at + block] for part in prompt)
-            number = q.shape[2]
+        served.clear(torch.tensor([row], device=place.device))
+        for at, parts in zip(range(0, length, block), zip(*(part.split(block, 2) for part in prompt))):
+            number = parts[0].shape[2]
             blocks = PagedBlocks.of([number], [at], torch.tensor([[row], [0], [number]], device=place.device))
-            flat = [part[0].transpose(0, 1).contiguous() for part in (q, k, v)]  # as an engine has them
+            flat = [part[0].transpose(0, 1).contiguous() for part in parts]  # as an engine has them
             got = torch.empty_like(flat[0])
-            layer.read(blocks, flat[0], flat[1], flat[2], got)
-            want = alone.read(q, k, v, torch.ones(1, number, dtype=torch.bool, device=place.device))
+            served.read(blocks, *flat, got)
+            want = alone.read(*parts, torch.ones(1, number, dtype=torch.bool, device=place.device))
             findings.append(near(f"prompt of row {row}", got.transpose(0, 1)[None], want))
         clock.read(row, length)
         expected.append([alone.step(*(part[:, :, at : at + 1] for part in further)) for at in range(steps)])
-    places = torch.tensor(rows, device=place.device)
-    evicting = []
-    for _ in range(steps):
-        seen = [number + 1 for number in seen]
-        evicting.append(torch.tensor([rows[i] for i in clock.due(rows, seen)], dtype=torch.int64, device=place.device))
-    results = []
+    due = [clock.due(rows, [length + 1 + at for length in lengths]) for at in range(steps)]
+    evicting = [torch.tensor([rows[i] for i in own], dtype=torch.int64, device=place.device) for own in due]
+    places, results = torch.tensor(rows, device=place.device), list[Tensor]()
     q, k, v = (torch.cat(parts) for parts in zip(*following))
 
-    def decode(first: int, stop: int) -> None:
-        for at in range(first, stop):
-            layer.evict(evicting[at])
-            results.append(layer.step(places, *(part[:, :, at].contiguous() for part in (q, k, v))))
+    def decode(at: int) -> None:
+        served.evict(evicting[at])
+        results.append(served.step(places, *(part[:, :, at].contiguous() for part in (q, k, v))))
 
-    warm = 2 * EVERY  # everything is compiled by then
-    decode(0, warm)
-    with syncs_raise(place):
-        decode(warm, steps)
+    without_syncs(place, decode, range(steps))
     for i, row in enumerate(rows):
         for at in range(steps):
             findings.append(near(f"step {at} of row {row}", results[at][i], expected[i][at][0, :, 0]))
@@ -393,13 +313,21 @@ def check_served(place: Place, heads: Heads, kind: Kind) -> list[Finding]:
 
 def near(name: str, got: Tensor, want: Tensor) -> Finding:
     """Relative error."""
-    return Finding(name, float((got.double() - want.double()).norm() / want.double().norm()), NEAR)
+    return Finding(name, relative_error(got, want), NEAR)
 
 
-def small_model(place: Place, family: str) -> Any:
-    """A small model with seeded weights; its layers with a window have rings beside the cache."""
-    dtype = torch.float32 if place.toy else torch.bfloat16
-    return build(f"{family}-toy" if place.toy else f"{family}-small", place.device, dtype)
+def without_syncs(place: Place, step: Callable[[Any], None], given: Any) -> None:
+    """Take steps, of which none waits for the device once everything is compiled and recorded."""
+    warm = 2 * EVERY + 1
+    for one in given[:warm]:
+        step(one)
+    place.cuda.synchronize()
+    place.cuda.set_sync_debug_mode("error")  # whatever waits raises
+    try:
+        for one in given[warm:]:
+            step(one)
+    finally:
+        place.cuda.set_sync_debug_mode("default")
 
 
 def logits_of(place: Place, model: Any, ids: Tensor, fed: Tensor, how: str) -> Tensor:
@@ -415,23 +343,24 @@ def logits_of(place: Place, model: Any, ids: Tensor, fed: Tensor, how: str) -> T
         step = fastkv.capture_decode(model, cache, len(ids))
     found = []
 
-    def decode(tokens: Tensor) -> None:
-        for token in tokens.split(1, 1):
-            found.append(step(token.contiguous()).clone())
-            positions.add_(1)
+    def decode(token: Tensor) -> None:
+        found.append(step(token.contiguous()).clone())
+        positions.add_(1)
 
-    warm = 2 * EVERY + 1  # everything is compiled and recorded by then
-    decode(fed[:, :warm])
-    with syncs_raise(place):
-        decode(fed[:, warm:])
+    without_syncs(place, decode, fed.split(1, 1))
     return torch.stack(found, 1)
 
 
 def check_steps(place: Place, family: str, kind: Kind, how: str) -> list[Finding]:
-    """Captured steps equal eager ones bit for bit; compiled ones, fed the same tokens, are as close as `COMPILED`."""
+    """Captured steps equal eager ones bit for bit; compiled ones, fed the same tokens, are as close as `COMPILED`.
+
+    Of a small model with seeded weights, whose cache evicts all the time; layers with a window have rings beside it.
+    """
     forget_compiled()
-    model = small_model(place, family)
-    kind.patch(place, model, place.backend, static=True)
+    size, dtype = ("toy", torch.float32) if place.toy else ("small", torch.bfloat16)
+    model, budget = build(f"{family}-{size}", place.device, dtype), kind.budget(16 if place.toy else 64)
+    told = {"correction": kind.correction, "evict_every": EVERY, "backend": place.backend, "static": True}
+    fastkv.patch(model, kind.policy, budget, **told)
     ids = torch.randint(3, 97, (2, 40 if place.toy else 1200), device=place.device)  # beyond a window
     fed = torch.randint(3, 97, (2, 12 if place.toy else 24), device=place.device)
     want = logits_of(place, model, ids, fed, "eager")

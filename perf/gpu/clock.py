@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastkv.reference import LayerState
+
 from ..engine import Row
+from ..micro.states import filled
 from .heads import Heads
 from .place import HALF, Place
 
@@ -23,6 +26,7 @@ LAUNCHES = 100  # in one graph, if the buffers are small
 MAX_PASSES = 5  # over the sets in one graph: a decode step appends this often before its lengths are restored
 WARM, LEAST, MOST, SECONDS = 3, 10, 100, 0.25  # replays that are thrown away; samples; seconds spent on them
 COPY_BYTES = 1 << 30  # of each of the two buffers of the bandwidth measurement
+WORST = 2e-2  # relative error in half precision beyond which something is not what it should be
 
 
 def nothing() -> None:
@@ -37,7 +41,6 @@ class Work:
         launch: does it once on the set of that number.  sets: how many there are.  needed: bytes a launch must move.
         reset: restores what launches change, before every replay.  once: each set serves once per replay.
         error: largest relative error against the reference, for work that has no check of its own.
-        keep: whatever must stay alive while the graph does.
     """
 
     launch: Callable[[int], Any]
@@ -46,7 +49,6 @@ class Work:
     reset: Callable[[], None] = nothing
     once: bool = False
     error: float | None = None
-    keep: tuple = ()
 
 
 @dataclass(frozen=True)
@@ -128,22 +130,18 @@ def measure(work: Work, place: Place) -> Row:
     """
     graph, launches = recorded(work, place)
     start, end = (place.cuda.Event(enable_timing=True) for _ in range(2))
-    times: list[float] = []
 
-    def replay() -> None:
+    def replay() -> float:
         work.reset()
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / launches)
+        return start.elapsed_time(end) * 1e3 / launches
 
-    for _ in range(1 if place.toy else WARM):
-        replay()
-    rounds = int(min(MOST, max(LEAST, SECONDS * 1e6 / (times[-1] * launches))))
-    times.clear()
-    for _ in range(2 if place.toy else rounds):
-        replay()
+    first = [replay() for _ in range(1 if place.toy else WARM)]
+    rounds = int(min(MOST, max(LEAST, SECONDS * 1e6 / (first[-1] * launches))))
+    times = [replay() for _ in range(2 if place.toy else rounds)]
     cuts = statistics.quantiles(times, n=10, method="inclusive")
     row: Row = {"needed_bytes": work.needed, "sets": work.sets, "error": work.error}
     row |= {"samples": len(times), "launches": launches}
@@ -156,12 +154,43 @@ def copy_work(place: Place, size: int, sets: int) -> Work:
     """Copies of `size` bytes on the device, read and written: the ceiling."""
     source = torch.randint(0, 100, (sets, max(size, 16)), dtype=torch.uint8, device=place.device)
     target = torch.empty_like(source)
-    return Work(lambda index: target[index].copy_(source[index]), sets, 2 * size, keep=(source, target))
+    return Work(lambda index: target[index].copy_(source[index]), sets, 2 * size)
 
 
-def randn(place: Place, *shape: int) -> Tensor:
-    """Random half-precision numbers, never zeros: zeros run faster than data."""
-    return torch.randn(*shape, device=place.device, dtype=HALF)
+def right(got: Tensor, want: Tensor) -> float:
+    """Their relative error. Raises: RuntimeError if it is too large: what is wrong is not timed."""
+    error = relative_error(got, want)
+    if not error < WORST:
+        raise RuntimeError(f"wrong result: relative error {error:.1e}")
+    return error
+
+
+def nbytes(*tensors: Tensor | None) -> int:
+    """Of all that there are."""
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def randn(place: Place, *shape: int, dtype: torch.dtype = HALF) -> Tensor:
+    """Random numbers, never zeros: zeros run faster than data."""
+    return torch.randn(*shape, device=place.device, dtype=dtype)
+
+
+def tokens(place: Place, heads: Heads, batch: int, length: int, dtype: torch.dtype = HALF) -> list[Tensor]:
+    """q [B, Hq, T, D], k and v [B, Hkv, T, D] of new tokens."""
+    sizes = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
+    return [randn(place, batch, size, length, heads.head_dim, dtype=dtype) for size in sizes]
+
+
+def token(place: Place, heads: Heads, batch: int) -> list[Tensor]:
+    """q [B, Hq, D], k and v [B, Hkv, 1, D] of one."""
+    q, k, v = tokens(place, heads, batch, 1)
+    return [q[:, :, 0], k, v]
+
+
+def layer(place: Place, heads: Heads, batch: int, length: int, correction: str, **kept: Any) -> LayerState:
+    """A random layer of these heads that keeps so many tokens; see `micro.states.filled`."""
+    sizes = batch, heads.num_kv_heads, heads.head_dim, length
+    return filled(*sizes, correction=correction, dtype=HALF, device=place.device, **kept)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -39,27 +39,32 @@ SOME = tuple(
 TWICE = tuple(name for name in ALL if policies.get(name).second_reading)
 
 
+FEW = ("fastkv", "fastkv-reread", "momentkv", "compactor", "kvzip", "streaming")
+ONWARD = ("fastkv", "momentkv", "compactor", "streaming")
+ONCE = tuple(name for name in FEW if name not in TWICE)
+NARROW = (0.25, 0.125)
+
+
 @dataclass(frozen=True)
 class Table:
     """One table of the leaderboard.
 
     Attributes:
-        length: tokens of a text.  names: of policies.
+        names: of policies.  keeps: shares of the bytes.  texts: how many; seeds count from 0, the same for all tables.
+        length: tokens of a text.  settings: more arguments of `fastkv.patch`.
         question: "later", "seen", or "none" where the text goes on.  equal: "bytes" or "tokens".
         sample: makes a text with questions, as `facts.sample`.
-            settings: more arguments of `fastkv.patch`.
-        texts: how many; seeds count from 0, the same for all tables.
     """
 
     title: str
-    length: int = 2048
     names: tuple[str, ...] = SOME
-    question: str = "later"
-    sample: Callable[..., facts.Sample] = facts.sample
-    equal: str = "bytes"
-    settings: dict[str, Any] = field(default_factory=dict)
+    keeps: tuple[float, ...] = NARROW
     texts: int = 8
-    keeps: tuple[float, ...] = KEEPS
+    length: int = 2048
+    settings: dict[str, Any] = field(default_factory=dict)
+    question: str = "later"
+    equal: str = "bytes"
+    sample: Callable[..., facts.Sample] = facts.sample
 
     @property
     def parts(self) -> int:
@@ -67,50 +72,25 @@ class Table:
         return 2 * facts.ASKED if self.question == "seen" else 1
 
 
-FEW = ("fastkv", "fastkv-reread", "momentkv", "compactor", "kvzip", "streaming")
-ONWARD = ("fastkv", "momentkv", "compactor", "streaming")
-ONCE = tuple(name for name in FEW if name not in TWICE)
-NARROW = (0.25, 0.125)
+PLAIN, UNIFORM = {"slots": "model"}, {"heads": "uniform", "slots": "model"}
 TABLES = {
-    "later_2048": Table("2,048 tokens, compressed before the question", names=ALL),
-    "bfloat16_2048": Table(
-        "2,048 tokens, slots in bfloat16", names=ALL, settings={"slots": "model"}, keeps=NARROW, texts=12
-    ),
-    "uniform_2048": Table(
-        "2,048 tokens, slots in bfloat16, uniform heads",
-        names=ALL,
-        settings={"heads": "uniform", "slots": "model"},
-        keeps=NARROW,
-        texts=12,
-    ),
+    "later_2048": Table("2,048 tokens, compressed before the question", ALL, KEEPS),
+    "bfloat16_2048": Table("2,048 tokens, slots in bfloat16", ALL, texts=12, settings=PLAIN),
+    "uniform_2048": Table("2,048 tokens, slots in bfloat16, uniform heads", ALL, texts=12, settings=UNIFORM),
     # What `patch` does not choose for such bytes.
-    "int4_2048": Table("2,048 tokens, slots of 4 bits", names=FEW, settings={"slots": "int4"}, keeps=(0.125,), texts=7),
-    "int8_2048": Table(
-        "2,048 tokens, slots of 8 bits", names=FEW, settings={"slots": "int8"}, keeps=(0.0625,), texts=7
-    ),
+    "int4_2048": Table("2,048 tokens, slots of 4 bits", FEW, (0.125,), 7, settings={"slots": "int4"}),
+    "int8_2048": Table("2,048 tokens, slots of 8 bits", FEW, (0.0625,), 7, settings={"slots": "int8"}),
     "k8v4_2048": Table(
-        "2,048 tokens, keys in 8 bits, values in 4",
-        names=FEW,
-        settings={"slots": "k8v4"},
-        keeps=(0.125, 0.0625),
-        texts=7,
+        "2,048 tokens, keys in 8 bits, values in 4", FEW, (0.125, 0.0625), 7, settings={"slots": "k8v4"}
     ),
-    "blocks_2048": Table("2,048 tokens in blocks of 256", names=ONCE, settings={"prefill_block": 256}, keeps=NARROW),
-    "seen_2048": Table(
-        "2,048 tokens, read together with the question", names=FEW, question="seen", keeps=NARROW, texts=7
-    ),
-    "tokens_2048": Table("2,048 tokens, at equal tokens, in float32", equal="tokens", keeps=NARROW),
-    "later_1024": Table("1,024 tokens, compressed before the question", length=1024, keeps=NARROW),
-    "later_4096": Table("4,096 tokens, compressed before the question", length=4096, names=FEW, keeps=NARROW),
-    "later_8000": Table(
-        "8,000 tokens, compressed before the question", length=8000, names=("fastkv", "streaming"), keeps=NARROW
-    ),
-    "ruler_2048": Table(
-        "2,048 tokens of RULER's retrieval tasks", names=FEW, sample=samples.retrieval, keeps=NARROW, texts=42
-    ),
-    "onward_2048": Table(
-        "2,000 tokens after a prompt of 2,048", names=ONWARD, question="none", keeps=(0.125,), texts=2
-    ),
+    "blocks_2048": Table("2,048 tokens in blocks of 256", ONCE, settings={"prefill_block": 256}),
+    "seen_2048": Table("2,048 tokens, read together with the question", FEW, texts=7, question="seen"),
+    "tokens_2048": Table("2,048 tokens, at equal tokens, in float32", equal="tokens"),
+    "later_1024": Table("1,024 tokens, compressed before the question", length=1024),
+    "later_4096": Table("4,096 tokens, compressed before the question", FEW, length=4096),
+    "later_8000": Table("8,000 tokens, compressed before the question", ("fastkv", "streaming"), length=8000),
+    "ruler_2048": Table("2,048 tokens of RULER's retrieval tasks", FEW, texts=42, sample=samples.retrieval),
+    "onward_2048": Table("2,000 tokens after a prompt of 2,048", ONWARD, (0.125,), 2, question="none"),
 }
 QUICK = 2  # texts, of the first table in its narrow columns
 

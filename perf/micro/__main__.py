@@ -15,14 +15,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ..engine import RESULTS, ROOT
+from ..tables import chosen, table
 
 NAME = "micro.json"
 FACTS = ("cpu", "device", "driver", "python", "torch", "triton", "transformers", "commit")
+COLUMNS, RULES = ("case", "median", "quartiles", "rounds"), (" --- ", " --: ", " --: ", " --: ")
 HEADER = """# Operators and layers
 
 Written by `python -m perf.micro` from micro.json beside it; do not edit. Microseconds: median, quartiles, rounds.
@@ -48,39 +49,26 @@ def page(file: dict[str, Any] | None) -> str:
     if file is None:
         return f"{HEADER}\nNot measured yet; `make bench` measures it.\n"
     facts = file["environment"]
-    said = [f"{name} {facts[name]}" for name in FACTS if name in facts]
+    said = ", ".join(f"{name} {facts[name]}" for name in FACTS if name in facts)
     load = " and ".join(f"{one:.1f}" for one in file.get("load", ()))
-    text = f"{HEADER}\n{file['measured']}, pytest-benchmark {file['tool']}; {', '.join(said)}; "
-    text += f"load before and after {load}.\n"
+    text = f"{HEADER}\n{file['measured']}, pytest-benchmark {file['tool']}; {said}; load before and after {load}.\n"
     for test in dict.fromkeys(row["test"] for row in file["rows"]):
-        title = test.removeprefix("test_").replace("_", " ")
-        text += (
-            f"\n## {title[0].upper()}{title[1:]}\n\n| case | median | quartiles | rounds |\n| --- | --: | --: | --: |\n"
-        )
-        text += "".join(lines(row for row in file["rows"] if row["test"] == test))
+        rows = [
+            (row["of"] or "all", f"{row['median_us']:.1f}", f"{row['q1_us']:.1f}-{row['q3_us']:.1f}", row["rounds"])
+            for row in chosen(file["rows"], test=test)
+        ]
+        title = test.removeprefix("test_").replace("_", " ").capitalize()
+        text += f"\n## {title}\n\n{table(COLUMNS, rows, RULES)}"
     return text
-
-
-def lines(rows: Iterable[dict[str, Any]]) -> Iterable[str]:
-    """One for each case."""
-    for row in rows:
-        times = f"{row['median_us']:.1f} | {row['q1_us']:.1f}-{row['q3_us']:.1f}"
-        yield f"| {row['of'] or 'all'} | {times} | {row['rounds']} |\n"
 
 
 def measure(only: str) -> tuple[int, dict[str, Any] | None]:
     """Run them in a process of its own. Returns: pytest's exit code, and what was measured if it is 0."""
     with tempfile.TemporaryDirectory() as room:
         path, before = Path(room) / "all.json", os.getloadavg()[0]
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "perf/micro",
-            f"--benchmark-json={path}",
-            "--benchmark-columns=median",
-        ]
-        code = subprocess.run([*command, *(["-k", only] if only else [])], cwd=ROOT, check=False).returncode
+        command = [sys.executable, "-m", "pytest", "perf/micro", "-k", only]
+        command += [f"--benchmark-json={path}", "--benchmark-columns=median"]
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
         if code:
             return code, None
         return 0, trimmed(json.loads(path.read_text())) | {"load": [before, os.getloadavg()[0]]}

@@ -1,4 +1,4 @@
-"""docs/papers.md and its pictures, from JSON and nothing else."""
+"""docs/papers.md and its pictures, from JSON and nothing else; its words: page.jinja."""
 
 from __future__ import annotations
 
@@ -8,20 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from fastkv.lab import common
+from perf.tables import page as filled
 
 from .row import PAPERS, UNTRIED, Judged, Row
 
-INTRODUCTION = """# The papers' own figures
-
-Written by `make papers` from `perf/results/papers/`; do not edit.
-
-fastkv is based on five papers.
-Each row repeats a figure or table of one of them with fastkv's own functions on a pretrained model, {model}.
-The model has {parameters}.
-Everything is smaller than in the papers, so the page compares directions and ratios, not scores.
-`{agrees}` means that the paper's statement holds here, too.
-Where it does not, the row says whether fastkv or the model is the cause.
-"""
 DIGITS = 6
 
 
@@ -41,36 +31,15 @@ def load(folder: Path) -> dict[str, dict[str, Any]]:
 
 def render(rows: Sequence[Row], results: dict[str, dict[str, Any]], pictures: str) -> str:
     """The page."""
-    judged = {row.name: judge(row, results) for row in rows}
-    shown = [row for row in rows if judged[row.name] is not None]
-    intro = INTRODUCTION.format(
-        model="SmolLM2-135M-Instruct",
-        parameters="135 million weights, 30 layers, 9 query and 3 KV heads of 64",
-        agrees="agrees",
-    )
-    lines = [intro, "| paper | figure or table | the paper | here | verdict |", "|---|---|---|---|---|"]
-    for row in shown:
-        one = judged[row.name]
-        assert one is not None
-        name = f"[{row.place}](#{row.name.replace('_', '-')})" if row.measure else row.place
-        lines.append(f"| {row.paper} | {name} | {row.claim} | {one.ours or row.why} | {one.verdict} |")
-    for row in shown:
-        one = judged[row.name]
-        if row.measure is None or one is None:
-            continue
-        lines += ["", f'<a id="{row.name.replace("_", "-")}"></a>', f"## {row.paper}, {row.place}: {one.verdict}", ""]
-        lines += [f"{row.paper}, {PAPERS[row.paper]}, {row.place}: {row.claim}.", "", f"Here: {one.ours}.", ""]
-        lines += [f"Settings: {row.setting}", ""] if row.setting else []
-        if one.table:
-            head, *body = one.table
-            lines += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(x)} |" for x in body), ""]
-        if row.draw is not None:
-            lines += [f"![{row.paper}, {row.place}]({pictures}/{row.name}.png)", ""]
-        lines += [one.evidence, ""] if one.evidence else []
-        result = results[row.name]
-        lines.append(f"Measured in {result['seconds']:.0f} s, commit {result['environment']['commit']}.")
-    lines += ["", machines([results[row.name] for row in shown if row.name in results])]
-    return "\n".join(lines).rstrip() + "\n"
+    shown = [(row, one) for row in rows if (one := judge(row, results)) is not None]
+    overview = []
+    for row, one in shown:
+        place = f"[{row.place}](#{row.anchor})" if row.measure else row.place
+        overview.append((row.paper, place, row.claim, one.ours or row.why, one.verdict))
+    sections = [(row, one, results[row.name]) for row, one in shown if row.measure]
+    facts = {"overview": overview, "sections": sections, "papers": PAPERS, "pictures": pictures}
+    measured = machines([result for _, _, result in sections])
+    return filled(Path(__file__).with_suffix(".jinja"), **facts, machines=measured)
 
 
 def judge(row: Row, results: dict[str, dict[str, Any]]) -> Judged | None:

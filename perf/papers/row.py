@@ -55,6 +55,11 @@ class Row:
     panels: int = 1
     why: str = ""
 
+    @property
+    def anchor(self) -> str:
+        """Of its section."""
+        return self.name.replace("_", "-")
+
 
 Measured = tuple[Callable[..., Any], ...]  # of a row: `measure`, `judge` and, if it has one, `draw`
 

@@ -26,7 +26,10 @@ FEWEST = 30  # questions that a verdict rests on
 
 @dataclass(frozen=True)
 class Cache:
-    """A way to compress: policy, how the budget is shared, in blocks or whole, and correction with its maps."""
+    """A way to compress: policy, how the budget is shared, in blocks or whole, and correction with its maps.
+
+    halves: whether a quarter of the room holds tokens with one of key and value, twice as many.
+    """
 
     policy: Any
     heads: str = "uniform"
@@ -34,6 +37,7 @@ class Cache:
     block: int | None = None
     correction: Any = "none"
     vector: Any = None
+    halves: bool = False
 
 
 def asked_texts(bench: Bench, texts: int, length: int, make: Any = facts.sample) -> Iterator[tuple[Text, list[Asked]]]:
@@ -45,12 +49,15 @@ def asked_texts(bench: Bench, texts: int, length: int, make: Any = facts.sample)
 
 
 def answered(
-    bench: Bench, caches: Mapping[str, Cache], keeps: Sequence[float], texts: int, length: int, make: Any = facts.sample
-) -> dict[str, Any]:
-    """Right answers of every cache at every share of tokens, by text; questions are later. nll: of the right answers'
-    tokens with the full cache first; text_nll: of the text itself."""
-    length = bench.size(length, 160)
-    texts = bench.size(texts, 1)
+    bench: Bench, caches: Mapping[str, Cache], keeps: Sequence[float], texts: int, length: int,
+    make: Any = facts.sample, halve: Any = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Right answers of every cache at every share of tokens, by text; questions are later.
+
+    Args: halve: given a cache, its text, a number of tokens and the name, leaves these tokens one of key and value.
+    Returns: nll: of the right answers' tokens with the full cache first; text_nll: of the text itself.
+    """
+    length, texts = bench.size(length, 160), bench.size(texts, 1)
     cells: dict[str, dict[str, list[Any]]] = {}
     count, full, own, depths = [], [], [], []
     for reading, asked in asked_texts(bench, texts, length, make):
@@ -60,11 +67,14 @@ def answered(
         depths.append([one.depth for one in asked])
         for name, one in caches.items():
             for keep in keeps:
-                tokens = max(math.ceil(keep * reading.ids.shape[1]), 40)
-                budget = Budget(tokens=tokens, heads=one.heads, layers=one.layers)
+                room = max(math.ceil(keep * reading.ids.shape[1]), 40)
+                halves = 2 * (room // 4) if one.halves else 0
+                budget = Budget(tokens=room + halves // 2, heads=one.heads, layers=one.layers)
                 given = reading if one.block is None else reading.ids
                 settings = {"correction": one.correction, "prefill_block": one.block, "vector": one.vector}
                 with bench.cache(given, one.policy, budget, **settings) as cache:
+                    if halves:
+                        halve(cache, reading, halves, name)
                     got = bench.answers(cache, asked)
                 cell = cells.setdefault(f"{name} {keep}", {"right": [], "nll": []})
                 cell["right"].append(got.right)
@@ -83,6 +93,17 @@ def spread(n: dict[str, Any]) -> float:
     """The largest standard error over texts of any cell."""
     errors = [error([mean(map(float, text)) for text in cell["right"]]) for cell in n["cells"].values()]
     return max((one for one in errors if one is not None), default=0.0)
+
+
+def nll(n: dict[str, Any], name: str, keep: float) -> float | None:
+    """Mean NLL of the values' tokens."""
+    return mean(n["cells"][f"{name} {keep}"]["nll"])
+
+
+def over_shares(n: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """By cache, right answers and NLL of the answers, mean over the shares of tokens that stay."""
+    read = (share, nll)
+    return tuple({name: mean(one(n, name, keep) for keep in n["keeps"]) for name in n["caches"]} for one in read)
 
 
 def answers_table(n: dict[str, Any], paper: Mapping[str, Sequence[float | None]] = {}) -> list[list[str]]:
@@ -178,7 +199,7 @@ def judge_variants(n: dict[str, Any]) -> Judged:
     """Routes to leverage are alike; what is blended matters."""
     names = ("SVD", "QR", "Cholesky (default)")
     apart = max(abs(share(n, a, keep) - share(n, b, keep)) for a in names for b in names for keep in n["keeps"])
-    parts = [mean(share(n, name, keep) for keep in n["keeps"]) for name in ("SVD", "attention only", "leverage only")]
+    parts = [over_shares(n)[0][name] for name in ("SVD", "attention only", "leverage only")]
     good = apart <= 0.03 and parts[0] >= parts[2]
     return Judged(
         AGREES if good else DIFFERS,
@@ -203,8 +224,7 @@ ATTENTION = {
 
 def judge_attention(n: dict[str, Any]) -> Judged:
     """Whether attention helps beside leverage, and what of its form matters."""
-    told = {name: mean(share(n, name, keep) for keep in n["keeps"]) for name in n["caches"]}
-    lost = {name: mean(nll(n, name, keep) for keep in n["keeps"]) for name in n["caches"]}
+    told, lost = over_shares(n)
     ours, scaled, without = told["as the authors' code"], told["with 1/√d"], told["leverage only"]
     return Judged(
         AGREES if ours > without else DIFFERS,
@@ -301,11 +321,6 @@ def judge_blocks(n: dict[str, Any]) -> Judged:
     )  # fmt: skip
 
 
-def nll(n: dict[str, Any], name: str, keep: float) -> float | None:
-    """Mean NLL of the values' tokens."""
-    return mean(n["cells"][f"{name} {keep}"]["nll"])
-
-
 ANCHORS = {
     "mean": Cache(KeyDiff()),
     "normalized mean": Cache(KeyDiff(anchor="normalized_mean")),
@@ -319,10 +334,9 @@ PAPER14 = {"normalized mean": 40.28, "pairwise": 40.61, "median": 40.67, "dot": 
 
 def judge_anchors(n: dict[str, Any]) -> Judged:
     """Anchors do not matter; cosine before dot product before Euclidean distance."""
-    told = {name: mean(share(n, name, keep) for keep in n["keeps"]) for name in n["caches"]}
-    lost = {name: mean(nll(n, name, keep) for keep in n["keeps"]) for name in n["caches"]}
-    anchors = [told[name] for name in list(told)[:4]]
-    apart = max(lost[name] for name in list(told)[:4]) - min(lost[name] for name in list(told)[:4])
+    told, lost = over_shares(n)
+    anchors, losses = [*told.values()][:4], [*lost.values()][:4]
+    apart = max(losses) - min(losses)
     alike, ordered = apart <= 0.1, lost["mean"] < lost["dot"] < lost["Euclidean"]
     return Judged(
         AGREES if alike and ordered else DIFFERS,
@@ -380,8 +394,7 @@ def judge_multikey(n: dict[str, Any]) -> Judged:
 
 def judge_metrics(n: dict[str, Any]) -> Judged:
     """Length matters: L2 before the others, cosine last."""
-    told = {name: mean(share(n, name, keep) for keep in n["keeps"]) for name in n["caches"]}
-    lost = {name: mean(nll(n, name, keep) for keep in n["keeps"]) for name in n["caches"]}
+    told, lost = over_shares(n)
     good = told["L2"] > max(told["L1"], told["L∞"], told["cosine"]) and lost["L2"] < lost["cosine"]
     return Judged(
         AGREES if good else DIFFERS,
@@ -446,7 +459,7 @@ def judge_sweep(n: dict[str, Any]) -> Judged:
     )  # fmt: skip
 
 
-ONE_OF_TWO = ("plain", "V-only", "K-only")
+ONE_OF_TWO = {name: Cache("keydiff", halves=name != "plain") for name in ("plain", "V-only", "K-only")}
 PAPER5_VECTOR = {  # mean of four LongBench tasks at p_c = .25, .5, .75, .9
     "plain": (47.6, 44.1, 37.0, 24.8), "V-only": (47.7, 48.4, 42.2, 31.3), "K-only": (47.5, 44.4, 39.5, 26.1),
 }  # fmt: skip
@@ -458,7 +471,6 @@ def values_or_keys(bench: Bench) -> dict[str, Any]:
     What a map makes stands in the place of the key or the value itself, so that nothing else differs. Maps are of all
     heads of a layer, as in the paper, and read what the other heads once had for a token, kept or not.
     """
-    length, texts, keeps = bench.size(1024, 160), bench.size(4, 1), (0.5, 0.25)
     sums: dict[tuple[int, str], fit_vector.Sums] = {}
     for i in range(bench.size(12, 3)):
         ids = bench.stretch(bench.size(1024, 128), 700 + i, ("topics", "code")[i % 2])
@@ -467,29 +479,11 @@ def values_or_keys(bench: Bench) -> dict[str, Any]:
             for kind, known, wanted in (("V-only", k, v), ("K-only", v, k)):
                 sums.setdefault((layer, kind), fit_vector.Sums(known, wanted)).add(known, wanted)
     maps = {key: fit_vector.each_head(one.solve().float(), bench.heads) for key, one in sums.items()}
-    cells: dict[str, dict[str, list[Any]]] = {}
-    count, full = 0, []
-    for reading, asked in asked_texts(bench, texts, length, facts.sample):
-        count += len(asked)
-        full.append(bench.answers(reading.full(), asked).nll)
-        for name in ONE_OF_TWO:
-            for keep in keeps:
-                room = max(math.ceil(keep * reading.ids.shape[1]), 60)
-                halves = 0 if name == "plain" else 2 * (room // 4)
-                with bench.cache(reading, "keydiff", Budget(tokens=room + halves // 2), correction="none") as cache:
-                    if halves:
-                        stand_in(bench, cache, reading, halves, maps, name)
-                    got = bench.answers(cache, asked)
-                cell = cells.setdefault(f"{name} {keep}", {"right": [], "nll": []})
-                cell["right"].append(got.right)
-                cell["nll"].append(got.nll)
-                bench.tick(1 / texts / len(ONE_OF_TWO) / len(keeps))
-    return {"cells": cells, "caches": list(ONE_OF_TWO), "keeps": list(keeps), "texts": texts, "length": length,
-            "questions": count, "full_nll": full}  # fmt: skip
+    return answered(bench, ONE_OF_TWO, (0.5, 0.25), 4, 1024, halve=partial(stand_in, bench, maps))
 
 
 def stand_in(
-    bench: Bench, cache: Any, reading: Text, halves: int, maps: Mapping[tuple[int, str], torch.Tensor], name: str
+    bench: Bench, maps: Mapping[tuple[int, str], torch.Tensor], cache: Any, reading: Text, halves: int, name: str
 ) -> None:
     """Put what maps make in the place of the values or keys of `halves` tokens a head, those where they err least."""
     budget, length = cache.config.budget, reading.ids.shape[1]
@@ -512,7 +506,7 @@ def stand_in(
 def judge_one_of_two(n: dict[str, Any]) -> Judged:
     """Values may be made of keys, keys should not be made of values."""
     lost = {name: [nll(n, name, keep) or 0 for keep in n["keeps"]] for name in ONE_OF_TWO}
-    gained = {name: [plain - own for plain, own in zip(lost["plain"], lost[name])] for name in ONE_OF_TWO[1:]}
+    gained = {name: [plain - own for plain, own in zip(lost["plain"], lost[name])] for name in lost}
     better = all(v > k for v, k in zip(gained["V-only"], gained["K-only"]))
     told = ", ".join(f"{name} {', '.join(number(one, 2) for one in lost[name])}" for name in ONE_OF_TWO)
     return Judged(

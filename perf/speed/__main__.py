@@ -14,30 +14,31 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from dataclasses import asdict
 
 from .. import engine
-from ..engine import Deadline, Job, Results, Row, Unmeasured, digest
-from ..environment import environment, source
+from ..engine import Job, Results, Row, Unmeasured, digest, source
+from ..environment import environment
 from .cases import Case, toy
 from .parts import PARTS
 
 RUN = tuple(f"perf/speed/{name}.py" for name in ("worker", "contenders", "models", "cases"))
 RUN += ("fastkv/lab/shapes.py",)  # what all contenders run
-SPARE = 45  # seconds that must be left when a case starts
+SPARE = 45.0  # seconds that must be left when a case starts
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Command line."""
-    parser = engine.command("perf.speed", __doc__, tuple(PARTS), minutes=8.0)
+    parser = engine.command("perf.speed", __doc__, minutes=8.0)
+    names = {"choices": tuple(PARTS), "default": list(PARTS), "metavar": "PART"}
+    parser.add_argument("--parts", nargs="+", **names, help="some of the parts; see --list")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains this")
     parser.add_argument("--kvpress-python", metavar="PATH", help="interpreter of an environment with kvpress")
-    parser.add_argument("--dry-run", action="store_true", help="toy models on this CPU; claims no timings")
-    options = parser.parse_args(arguments)
-    options.parts = options.parts or list(PARTS)
-    return options
+    return parser.parse_args(arguments)
 
 
-def job(case: Case, python: str, checksums: dict[str, str]) -> Job:
+def job(case: Case, python: str, checksums: dict[str, str], part: str) -> Job:
     """The case in a process of that interpreter. checksums: of the logits of each model, which all processes share."""
 
     def run() -> Row:
@@ -47,20 +48,19 @@ def job(case: Case, python: str, checksums: dict[str, str]) -> Job:
         return row
 
     code = (source if case.contender == "fastkv" else digest)(*RUN)
-    return Job(case.name, case.as_row(), run, code, optional=case.contender == "kvpress")
+    return Job(case.name, case.as_row(), run, code, case.contender == "kvpress", SPARE, file=part)
 
 
 def run_part(part: str, options: argparse.Namespace, facts: Row) -> int:
     """Measure what a part still lacks. Returns: COMPLETE, FAILED or LEFT."""
-    cases = [toy(case) for case in PARTS[part]] if options.dry_run else PARTS[part]
-    pythons = {"kvpress": options.kvpress_python or ""}
-    checksums: dict[str, str] = {}
-    planned = [job(case, pythons.get(case.contender, sys.executable), checksums) for case in cases]
+    pythons, checksums = {"kvpress": options.kvpress_python or ""}, dict[str, str]()
+    cases = [toy(case) if options.dry_run else case for case in PARTS[part]]
+    planned = [job(case, pythons.get(case.contender, sys.executable), checksums, part) for case in cases]
     path = options.out / f"speed_{part}.json"
-    results = Results.open(path, facts, planned, fresh=options.fresh, retry=options.retry_skipped)
+    results = Results.open(path, facts, planned, options.fresh, options.retry_skipped)
     checksums.update({row["case"]["model"]: row["checksum"] for row in results.rows if "checksum" in row})
     able = [one for one in planned if options.only in one.name and (options.kvpress_python or not one.optional)]
-    code = engine.measure(able, results, Deadline(options.minutes, SPARE))
+    code = engine.measure(able, {part: results}, time.monotonic() + 60 * options.minutes)
     missing = sum(one.optional for one in planned if not results.has(one.name)) if not options.kvpress_python else 0
     needed = f"; {missing} need --kvpress-python" if missing else ""
     print(f"{part}: {len(results.rows)} of {len(planned)} cases{needed}", flush=True)

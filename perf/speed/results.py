@@ -7,17 +7,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-Row = dict[str, Any]
+from ..tables import Row, chosen
+
 PREFIX = "speed_"
+MEASURED = ("first_s", "generate_s", "tokens_per_s", "peak_bytes", "ms", "flat")  # of which rounds have a median
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of a row, where less is better.
-
-    Attributes:
-        name: in words.  what: which measurements have it.  read: takes it from a row.
-    """
+    """A number of a row, where less is better: its name in words, which measurements have it, and how it is read."""
 
     name: str
     what: str
@@ -54,30 +52,19 @@ def medians(rows: list[Row]) -> list[Row]:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["part"], row["id"].removesuffix(f"-round{row.get('round', 1)}")), []).append(row)
-    return [_median(group) for group in groups.values()]
+    return [
+        group[0]
+        | {name: median([row[name] for row in group]) for name in MEASURED if name in group[0]}
+        | {"rounds": len(group)}
+        for group in groups.values()
+    ]
 
 
-def _median(rows: list[Row]) -> Row:
-    one = dict(rows[0])
-    for name in ("first_s", "generate_s", "tokens_per_s", "peak_bytes"):
-        if name in one:
-            one[name] = statistics.median(row[name] for row in rows)
-    if "ms" in one:
-        one["ms"] = _spread([row["ms"] for row in rows])
-    if "flat" in one:
-        one["flat"] = [
-            {
-                "seen": same[0]["seen"],
-                "ms": _spread([point["ms"] for point in same]),
-                "over_first": statistics.median(point["over_first"] for point in same),
-            }
-            for same in zip(*(row["flat"] for row in rows))
-        ]
-    return one | {"rounds": len(rows)}
-
-
-def _spread(times: list[dict[str, float]]) -> dict[str, float]:
-    return {key: statistics.median(time[key] for time in times) for key in times[0]}
+def median(values: list[Any]) -> Any:
+    """Of numbers, and of those in the same places of dicts and lists."""
+    if isinstance(values[0], dict):
+        return {key: median([one[key] for one in values]) for key in values[0]}
+    return [median([*same]) for same in zip(*values)] if isinstance(values[0], list) else statistics.median(values)
 
 
 class Speed:
@@ -89,22 +76,15 @@ class Speed:
     """
 
     def __init__(self, files: dict[str, Row]) -> None:
-        every = [
-            {"part": name.removeprefix(PREFIX), **row}
-            for name, file in files.items()
-            if name.startswith(PREFIX)
-            for row in file["rows"]
-        ]
-        self.rows = medians([row for row in every if not row.get("skipped") and not row.get("out_of_memory")])
+        named = {name.removeprefix(PREFIX): file for name, file in files.items() if name.startswith(PREFIX)}
+        every = [{"part": part, **row} for part, file in named.items() for row in file["rows"]]
         self.failed = [row for row in every if row.get("skipped") or row.get("out_of_memory")]
+        failed = set(map(id, self.failed))
+        self.rows = medians([row for row in every if id(row) not in failed])
 
-    def all(self, **wanted: Any) -> list[Row]:
-        """Rows with these values, in the order of their files."""
-        return [row for row in self.rows if all(row.get(key) == value for key, value in wanted.items())]
-
-    def parts(self) -> list[str]:
-        """Parts with rows, in order."""
-        return list(dict.fromkeys(row["part"] for row in self.rows))
+    def parts(self) -> dict[str, list[Row]]:
+        """Parts with their rows, in the order of their files."""
+        return {part: chosen(self.rows, part=part) for part in dict.fromkeys(row["part"] for row in self.rows)}
 
     def pairs(self, rival: str, **wanted: Any) -> Iterator[Pair]:
         """Every row of fastkv with these values beside its rival, "full" or "kvpress", where both were measured.
@@ -114,17 +94,11 @@ class Speed:
         """
         shape = ("part", "model", "context", "batch", "what")
         shape += ("policy", "budget") if rival == "kvpress" else ()
-        for mine in self.all(contender="fastkv", **wanted):
+        for mine in chosen(self.rows, contender="fastkv", **wanted):
             eager = mine["step"] == "eager" or (rival == "kvpress" and mine["what"] == "generate")
-            step = "eager" if eager else "compiled"
             same = {key: mine[key] for key in shape}
-            for other in self.all(contender=rival, step=step, **same):
+            for other in chosen(self.rows, contender=rival, step="eager" if eager else "compiled", **same):
                 yield Pair(mine, other)
-
-
-def gbps(rows: list[Row]) -> float:
-    """Copy bandwidth: the median over the rows, because each process measured its own."""
-    return statistics.median(row["copy_gbps"] for row in rows)
 
 
 def floor_ms(row: Row, bandwidth: float) -> float:
