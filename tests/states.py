@@ -20,7 +20,7 @@ from fastkv.reference import FORMATS, LayerState, Moments, Slots, Spec
 
 Workspace, num_programs, PER_SM = launch.Workspace, launch.num_programs, launch.PER_SM
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BACKENDS = ["reference", "cpu", "triton", "auto"]
+BACKENDS = ["reference", "cpu", "triton"]
 OF_ORDER = {None: "none", 0: "mean", 1: "moments"}  # the corrections that read moments of this order
 
 

@@ -7,7 +7,7 @@ import fastkv
 from fastkv import FastKVError, corrections
 
 from .models import ROLLS_BACK, build, generate, policy, prompt
-from .pairwise import covering
+from .pairwise import FOLLOWERS, covering, each
 from .test_vector_cache import mapping
 
 NAMES = fastkv.policies.names()
@@ -105,7 +105,9 @@ def assert_alone(model, ids, mask, more):
             assert torch.equal(cache.moments(layer).count[row], own.moments(layer).count[0])
 
 
-@pytest.mark.parametrize("name,mode", covering(NAMES, ["whole", "adaptive", "vector"], together=1, where=go_together))
+@pytest.mark.parametrize(
+    "name,mode", covering(NAMES, ["whole", "adaptive", "vector"], together=1, where=go_together, slow=FOLLOWERS)
+)
 def test_a_row_of_a_batch_is_the_row_alone(name, mode, tmp_path):
     model, ids = distinct()
     if not patch(model, name, tmp_path, mode):
@@ -115,7 +117,7 @@ def test_a_row_of_a_batch_is_the_row_alone(name, mode, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name,mode", [*[(name, "whole") for name in NAMES], *[(name, "blocks") for name in ("momentkv", "tova", "h2o")]]
+    "name,mode", [*each(NAMES, ["whole"], often=()), *[(name, "blocks") for name in ("momentkv", "tova", "h2o")]]
 )
 def test_padding_on_the_right(name, mode, tmp_path):
     model, ids = distinct()
@@ -137,7 +139,9 @@ def test_other_families_too(name, tmp_path):
         torch.testing.assert_close(full[row], roll(model, alone, torch.ones_like(alone), more)[0][0], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name,mode", covering(NAMES, ["blocks", "adaptive"], together=1, where=go_together))
+@pytest.mark.parametrize(
+    "name,mode", covering(NAMES, ["blocks", "adaptive"], together=1, where=go_together, slow=FOLLOWERS)
+)
 def test_an_empty_row_touches_nobody(name, mode, tmp_path):
     """A row that is padding and nothing else stays finite, and the others are as they are without it."""
     model, ids = distinct()

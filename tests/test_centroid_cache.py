@@ -79,8 +79,7 @@ def bent(logit, softcap):
     return softcap * slope, 1 - slope**2
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("block", [None, 32], ids=["whole", "blocks"])
+@pytest.mark.parametrize("block, softcap", [(None, 3.0), (32, None)], ids=["whole", "blocks"])
 def test_a_window_with_the_centroids_of_the_rest(monkeypatch, block, softcap):
     """StreamingLLM keeps a set that is known beforehand; the rest joins in the order in which it leaves. Unrounded."""
     monkeypatch.setattr(corrections.centroids, "MEANS", torch.float32)
@@ -168,8 +167,7 @@ def test_the_evicted_mass_of_a_block_reaches_what_is_observed(monkeypatch, wrapp
 # Nothing is lost: the same tokens leave as with moments, and their centroids have the moments' mean.
 
 
-@pytest.mark.parametrize("heads", ["uniform", "adaptive", "fixed"])
-@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
+@pytest.mark.parametrize("heads, block", [("uniform", 16), ("adaptive", None), ("fixed", 16)])
 def test_centroids_are_of_what_was_evicted(monkeypatch, block, heads, tmp_path):
     monkeypatch.setattr(corrections.centroids, "MEANS", torch.float32)
     chosen = policy("duoattention", tmp_path) if heads == "fixed" else get("keydiff")

@@ -69,7 +69,7 @@ def compiled(name, policy, options, static, every=EVERY):
     return model, ids, want, torch.compile(model, fullgraph=True, backend=graphs), graphs
 
 
-@pytest.mark.parametrize("name,policy,options", kinds(0, 3, 6, 7))
+@pytest.mark.parametrize("name,policy,options", kinds(3, 6, 7))
 @torch.no_grad()
 def test_a_static_step_is_two_graphs_of_tensors(name, policy, options):
     model, ids, want, step, graphs = compiled(name, policy, options, static=True)
@@ -140,8 +140,7 @@ def test_generate_compiles_by_itself(name):
     assert "create_masks_for_generate" not in model.__dict__
 
 
-@pytest.mark.parametrize("name,base", [("llama", "sdpa"), ("llama", "eager"), ("gemma3", "sdpa"), ("gemma2", "eager")])
-@pytest.mark.parametrize("block", [None, 13], ids=["whole", "blocks"])
+@pytest.mark.parametrize("name,base,block", [("llama", "sdpa", 13), ("gemma3", "sdpa", None), ("gemma2", "eager", 13)])
 @torch.no_grad()
 def test_static_changes_no_token(name, base, block):
     """Padding, beams, a second turn over a ring that has wrapped, and rows that are chosen."""
@@ -235,8 +234,7 @@ def test_refusals():
 # Captured. On a CPU the same class runs the model; graphs themselves are checked on a GPU (perf/gpu/checks).
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("every", [1, EVERY])
+@pytest.mark.parametrize("name, every", [("llama", 1), ("gemma3", EVERY)])
 @torch.no_grad()
 def test_a_captured_step_continues_prompts(name, every):
     model = build(name)

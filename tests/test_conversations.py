@@ -63,7 +63,7 @@ def test_many_turns_keep_the_system_prompt(name, mode, tmp_path):
     assert int(cache.moments(0).count.min()) > 0
 
 
-OFTEN = {"momentkv", "fastkv", "h2o", "duoattention", "kvzip", "pyramidkv", "tova"}
+OFTEN = {"momentkv", "fastkv", "duoattention", "kvzip"}
 
 
 @pytest.mark.parametrize("name", [named(name, slow=name not in OFTEN) for name in NAMES])

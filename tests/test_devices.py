@@ -15,6 +15,7 @@ from fastkv.errors import FastKVError
 from fastkv.integrations.transformers.cache import is_static
 
 from .models import build, compressed_layers, generate, prompt, small
+from .pairwise import covering
 
 HALVES = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
 HALVES |= {f"model.layers.{layer}": "cpu" for layer in range(4)}
@@ -44,10 +45,9 @@ def dispatched(model):
     return dispatch_model(model, HALVES, main_device="cpu", force_hooks=True)
 
 
-@pytest.mark.parametrize("order", ["patched first", "patched last"])
-@pytest.mark.parametrize("name,policy,options", CASES)
-def test_dispatched_models_write_the_same(name, policy, options, order):
-    ids, mask = prompt()
+@pytest.mark.parametrize("case, order", covering(range(len(CASES)), ["patched first", "patched last"], together=1))
+def test_dispatched_models_write_the_same(case, order):
+    (name, policy, options), (ids, mask) = CASES[case], prompt()
     model = both_orders(dispatched)[order](build(name), policy, small(), evict_every=4, **options)
     assert len([m for m in model.modules() if hasattr(m, "_hf_hook")]) > 4, "hooks are there"
     assert torch.equal(generate(model, ids, mask, new=15), wanted(name, policy, options))
@@ -64,11 +64,10 @@ def test_unpatching_keeps_hooks():
     assert torch.equal(generate(model, ids, mask), generate(build(), ids, mask))
 
 
-@pytest.mark.parametrize("where", ["cpu", "disk"])
-@pytest.mark.parametrize("name,policy,options", CASES[:3])
-def test_weights_that_are_fetched_for_every_layer(name, policy, options, where, tmp_path):
+@pytest.mark.parametrize("case, where", [(0, "cpu"), (1, "disk"), (2, "disk")])
+def test_weights_that_are_fetched_for_every_layer(case, where, tmp_path):
     """Weights stay in memory or on disk and are brought in while a module runs."""
-    ids, mask = prompt()
+    (name, policy, options), (ids, mask) = CASES[case], prompt()
     model = fastkv.patch(build(name), policy, small(), evict_every=4, **options)
     offload = cpu_offload if where == "cpu" else lambda m, **kw: disk_offload(m, tmp_path, **kw)
     offload(model, execution_device=torch.device("cpu"))
@@ -118,8 +117,7 @@ def devices_of(cache):
     return [{tensor.device.type for _, tensor in state.named_tensors()} for state in states]
 
 
-@pytest.mark.parametrize("policy", ["momentkv", "keydiff", "streaming"])
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("policy, static", [("momentkv", False), ("keydiff", True)])
 def test_the_state_lives_where_its_layer_does(policy, static):
     model = split(fastkv.patch(build(), policy, small(), evict_every=3, static=static))
     ids, _ = prompt(2, 40, (0, 0))
@@ -178,8 +176,10 @@ def defaults():
     set_to(torch.float32, None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("policy", ["keydiff", "momentkv", "snapkv", "fastkv", "compactor", "h2o"])
+@pytest.mark.parametrize(
+    "policy, dtype",
+    covering(["keydiff", "momentkv", "fastkv", "compactor", "h2o"], [torch.float64, torch.bfloat16], together=1),
+)
 def test_the_default_dtype_does_not_matter(policy, dtype, defaults):
     ids, mask = prompt()
     model = fastkv.patch(build("llama"), policy, small(), evict_every=4, prefill_block=16)

@@ -50,8 +50,8 @@ def listed(name):
 # Others of each way to be special, of which less is checked every day: what a model computes, and where its cache goes.
 FEW = ("whole", "blocks", "turns", "copies", "saved")
 MORE = """
-qwen3_next phi3 lfm2 gpt2 gpt_neox llama4_text gemma4_text:shared-keys mllama:cross-attention
-axk1 bailing_hybrid deepseek_v2 glm4_moe_lite longcat_flash minicpm3 mistral4 youtu
+qwen3_next phi3 lfm2 gpt2 gpt_neox llama4_text gemma4_text:shared-keys mllama:cross-attention bailing_hybrid
+longcat_flash
 """.split()
 
 

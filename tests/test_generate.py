@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 import fastkv
 
 from .models import FAMILIES, VOCAB, build, compressed_layers, generate, prompt
+from .pairwise import covering
 
 OLD = Version(transformers.__version__) < Version("5.23")
 SMALL = fastkv.Budget(tokens=20, sinks=2, recent=4)
@@ -27,8 +28,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("strategy, name", covering(STRATEGIES, ["llama", "gemma3"], together=1))
 def test_decoding_strategies_match_stock(name, strategy):
     model = build(name)
     ids, mask = prompt()

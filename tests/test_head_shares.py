@@ -14,6 +14,7 @@ from fastkv.calibration.head_shares import KEEPS, weights_digest
 from fastkv.integrations.transformers import calibrate
 
 from .models import build, generate, prompt, refused
+from .pairwise import named
 from .test_vector_cache import mapping
 
 HEADS, LAYERS = 2, 4
@@ -416,10 +417,10 @@ def kept(cache):
     return torch.cat([cache.stored(layer.cache.layer) for layer in cache.compressed], 1)
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_heads_hold_what_they_are_dealt_and_memory_stays(settings):
+@pytest.mark.parametrize("setting", [named(name, slow=name in ("triton", "whole", "reference")) for name in SETTINGS])
+def test_heads_hold_what_they_are_dealt_and_memory_stays(setting):
     """After a prompt and after decoding, in every mode; bytes are those of heads that are alike, starts aside."""
-    model = build("llama", head_dim=32)
+    model, settings = build("llama", head_dim=32), SETTINGS[setting]
     shares = shares_of(model)
     patched(model, shares, **settings)
     ids, mask = prompt(length=80)
@@ -439,8 +440,7 @@ def test_heads_hold_what_they_are_dealt_and_memory_stays(settings):
     assert states[0] <= states[1] + starts
 
 
-@pytest.mark.parametrize("block", [None, 16])
-@pytest.mark.parametrize("policy", ["fastkv", "keydiff", "momentkv"])
+@pytest.mark.parametrize("policy, block", [("fastkv", None), ("keydiff", 16), ("momentkv", 16)])
 def test_a_budget_as_large_as_the_text_changes_no_token(policy, block):
     model = build("llama")
     ids, mask = prompt()
@@ -470,11 +470,11 @@ def test_heads_are_dealt_anew_as_a_text_grows():
     assert sum(layer.cache.nbytes() for layer in cache.compressed) == bytes_then
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_dealing_anew_while_decoding_keeps_the_cache_right(settings):
+@pytest.mark.parametrize("setting", [named(name, slow=name in ("triton", "whole", "kvzip")) for name in SETTINGS])
+def test_dealing_anew_while_decoding_keeps_the_cache_right(setting):
     """With every slot of the deal in use, what attention reads is what the slots hold: a copy goes on alike."""
     model = build("llama", head_dim=32)
-    patched(model, shares_of(model), **settings)
+    patched(model, shares_of(model), **SETTINGS[setting])
     ids, _ = prompt(batch=2, length=76, pads=(0, 0))
     cache = FastKVCache(model)
     model(ids[:, :40], past_key_values=cache)

@@ -8,6 +8,7 @@ from transformers.generation.streamers import BaseStreamer
 import fastkv
 
 from .models import ROLLS_BACK, build, generate, policy, prompt
+from .pairwise import covering
 from .test_exact import snapshot
 
 NEW, EVERY = 10, 3
@@ -78,8 +79,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place, mode", covering(PLACES, MODES, together=1))
 def test_the_model_is_as_good_as_new(place, mode, tmp_path):
     model = patched("h2o", mode, tmp_path)
     before = snapshot(model)
@@ -99,8 +99,9 @@ def test_the_model_is_as_good_as_new(place, mode, tmp_path):
     assert torch.equal(generate(model, ids, mask, new=NEW), generate(stock, ids, mask, new=NEW))
 
 
-@pytest.mark.parametrize("where", ["model.layers.0.self_attn", "model.layers.2.self_attn", "model.norm"])
-@pytest.mark.parametrize("call", [1, 5])
+@pytest.mark.parametrize(
+    "where, call", [("model.layers.0.self_attn", 5), ("model.layers.2.self_attn", 1), ("model.norm", 5)]
+)
 def test_a_cache_that_was_interrupted_is_usable_after_reset(where, call):
     """Layers may disagree on how much they have seen; `reset` makes them agree on nothing."""
     model = fastkv.patch(build(), "momentkv", fastkv.Budget(tokens=20, sinks=2, recent=4), evict_every=EVERY)

@@ -15,6 +15,7 @@ from fastkv.reference import Centroids
 
 from . import states
 from .conftest import examples
+from .pairwise import covering
 from .states import DEVICE, make_spec, make_state
 from .test_kernels_decode import NAN, SCALE, Case, check, split
 
@@ -39,11 +40,9 @@ def double(centroids):
     return Centroids(*(t.double() for t in centroids.tensors()))
 
 
-@pytest.mark.parametrize("means", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape, dtype, means", covering(SHAPES, DTYPES, [torch.float32, torch.bfloat16], together=1))
 def test_decode_with_centroids(shape, dtype, means):
-    *sizes, lengths, evicted, parts = shape
+    *sizes, lengths, evicted, parts = SHAPES[shape]
     check(Case.make(*sizes, dtype, lengths, evicted, parts=parts, means=means))
 
 

@@ -199,15 +199,13 @@ def test_decode_attention_variants(split, order, softcap, attention, append, spl
     check(case, softcap, order, append, attention)
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype, splits", [(torch.float16, 2), (torch.bfloat16, 1)], ids=str)
 def test_decode_attention_reads_the_exact_cross_moment(split, dtype, splits):
     split(splits)
     check(Case.make(1, 2, 4, 80, 30, dtype, (20, 3), (50, 0), exact=True))
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype, splits", [(torch.float32, 1), (torch.float16, 2)], ids=str)
 def test_decode_attention_large_logits(split, dtype, splits):
     split(splits)
     case = Case.make(1, 2, 4, 64, 40, dtype, (39, 2), (0, 9), spread=6000.0)
@@ -215,8 +213,7 @@ def test_decode_attention_large_logits(split, dtype, splits):
     check(case, attention=True)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("order", [None, 1])
+@pytest.mark.parametrize("order, splits", [(None, 4), (1, 1), (1, 4)])
 def test_decode_attention_of_nothing_is_zero(split, order, splits):
     split(splits)
     case = Case.make(1, 2, 4, 64, 20, torch.float16, (0, 0), (0, 0))
@@ -233,9 +230,8 @@ def sunk(case, size=1.0):
     return case
 
 
-@pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(
-    "groups, dim, dtype", [(1, 80, torch.float16), (3, 64, torch.float32), (8, 96, torch.bfloat16)]
+    "groups, dim, dtype, splits", [(1, 80, torch.float16, 1), (3, 64, torch.float32, 4), (8, 96, torch.bfloat16, 4)]
 )
 def test_decode_attention_with_sinks(split, groups, dim, dtype, splits):
     split(splits)
@@ -244,8 +240,7 @@ def test_decode_attention_with_sinks(split, groups, dim, dtype, splits):
     check_vector(case, 70, (70, 0, 33, 1), None, 1, True)
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("size", [1e4, 60000.0])
+@pytest.mark.parametrize("size, splits", [(1e4, 2), (60000.0, 1)])
 def test_decode_attention_with_large_sinks_and_logits(split, size, splits):
     split(splits)
     check(sunk(Case.make(1, 2, 4, 64, 40, torch.float32, (39, 2), (0, 9), spread=6000.0), size), attention=True)
@@ -293,8 +288,7 @@ def test_decode_attention_refuses():
         case.kernel()
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype, splits", [(torch.float16, 1), (torch.bfloat16, 2)], ids=str)
 def test_decode_attention_of_wide_heads(split, dtype, splits):
     split(splits)
     case = sunk(Case.make(1, 1, 4, 512, 37, dtype, (33,), (40,)))

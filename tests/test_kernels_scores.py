@@ -24,6 +24,7 @@ from .states import sinks
 
 # The interpreter truncates fp32 to bf16 where the GPU rounds; nothing here casts to bf16, so bf16 inputs are exact too.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+<<<<<<< HEAD
 MODULES = (expected_attention, key_scores, leverage, noncausal_mass, peak_attention, window_scores, z_scores)
 
 
@@ -48,6 +49,9 @@ class _Torch:
 def poisoned_scratch(monkeypatch):
     for module in MODULES:
         monkeypatch.setattr(module, "torch", _Torch())
+=======
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
+>>>>>>> h3-tests
 
 
 def tokens(batch, heads, num, dim, dtype=torch.float32, seed=0, shift=0.0, size=1.0):
@@ -457,8 +461,10 @@ def test_leverage(kind, dtype, centre):
     check_leverage(tokens(2, 2, 90, 64, dtype, shift=1.0), 24, make_mask(kind, 2, 2, 90), centre=centre)
 
 
-@pytest.mark.parametrize("dim, size", [(80, 64), (96, 16), (128, 64), (256, 100), (512, 64)])
-@pytest.mark.parametrize("method", ["cholesky", "srht"])
+@pytest.mark.parametrize(
+    "dim, size, method",
+    [(80, 64, "srht"), (96, 16, "cholesky"), (128, 64, "srht"), (256, 100, "cholesky"), (512, 64, "srht")],
+)
 def test_leverage_head_dims(dim, size, method):
     check_leverage(tokens(1, 2, 150, dim, torch.float16), size, None, method)
 

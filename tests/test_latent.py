@@ -18,6 +18,7 @@ from fastkv.parallel import Parallel
 from fastkv.reference import Moments, Slots
 
 from .models import MLA, build, generate, prompt
+from .pairwise import covering
 from .states import make_spec, make_state
 
 RANK, TURNED, HEADS = MLA["kv_lora_rank"], MLA["qk_rope_head_dim"], 4
@@ -38,7 +39,9 @@ POLICIES = ["momentkv", "keydiff", "compactor", "h2o", "snapkv", "tova", "kvzip"
 
 CORRECTIONS = ["none", "mean", "moments", "centroids"]
 # The scores of MomentKV need its moments.
-PAIRS = [(name, one) for name in POLICIES for one in CORRECTIONS if name != "momentkv" or one == "moments"]
+PAIRS = covering(
+    POLICIES, CORRECTIONS, together=1, where=lambda name, correction: name != "momentkv" or correction == "moments"
+)
 
 
 @pytest.mark.parametrize("name,correction", PAIRS)

@@ -17,7 +17,7 @@ from fastkv import reference
 from fastkv.reference import attention_ahead
 
 from .multimodal import AUDIO, HEAR, IMAGE, ROTARY_3D, SEE, VOCAB, build, generated, medium, prompt, text, types
-from .pairwise import covering
+from .pairwise import covering, named
 
 LARGE = fastkv.Budget(tokens=300, sinks=2, recent=4)
 SMALL = fastkv.Budget(tokens=16, sinks=2, recent=4)
@@ -49,8 +49,7 @@ def test_a_prompt_with_an_image_or_a_sound_is_read_as_by_the_stock_model(name, b
     close(generated(model, given)[0], steps)
 
 
-@pytest.mark.parametrize("block", [None, 8])
-@pytest.mark.parametrize("name", SEE)
+@pytest.mark.parametrize("name, block", covering(SEE, [None, 8], together=1))
 def test_an_image_in_a_second_turn(name, block):
     """Through generate, which is given the tokens of both turns and the pixels that are new."""
     model, before = build(name), text(20, 3)
@@ -68,8 +67,7 @@ def test_an_image_in_a_second_turn(name, block):
     close(turns(fastkv.FastKVCache(model)), want)
 
 
-@pytest.mark.parametrize("block", [None, 8])
-@pytest.mark.parametrize("name", SEE)
+@pytest.mark.parametrize("name, block", covering(SEE, [None, 8], together=1))
 def test_images_in_both_turns_and_rows_that_are_padded(name, block):
     model = build(name)
     own, given = medium(name)
@@ -162,8 +160,7 @@ def test_a_prepared_mask_cannot_be_cut(name):
     assert model(**given | {"attention_mask": prepared, "position_ids": positions}).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
-@pytest.mark.parametrize("block", [None, 8])
+@pytest.mark.parametrize("name, block", [("gemma3", 8), ("qwen3_vl", None)])
 def test_hidden_states_and_the_last_rows_only(name, block):
     model, given = build(name), prompt(name)
     want = model(**given, output_hidden_states=True)
@@ -225,8 +222,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["gemma3", "llava", "qwen3_vl"])
+@pytest.mark.parametrize("name, strategy", covering(["gemma3", "llava", "qwen3_vl"], STRATEGIES, together=1))
 def test_decoding_strategies(name, strategy):
     if (name, strategy) == ("qwen3_vl", "stock chunks") and Version(transformers.__version__) < Version("5.17"):
         pytest.skip("the stock model itself fails in chunks")
@@ -240,8 +236,7 @@ def test_decoding_strategies(name, strategy):
 
 
 @pytest.mark.skipif(not hasattr(Cache, "activate_past_recording"), reason="transformers announces roll-backs from 5.14")
-@pytest.mark.parametrize("name", ["gemma3", "llava", "qwen3_vl"])
-@pytest.mark.parametrize("block", [None, 8])
+@pytest.mark.parametrize("name, block", covering(["gemma3", "llava", "qwen3_vl"], [None, 8], together=1))
 def test_assisted_decoding(name, block):
     model, given = build(name), prompt(name)
     given["input_ids"][0, -6:] = given["input_ids"][0, :6]  # something to look up
@@ -268,8 +263,7 @@ def test_kvzip_reads_images_again(name):
     assert generated(model, given)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("block", [None, 8])
-@pytest.mark.parametrize("name", [*SEE, *HEAR])
+@pytest.mark.parametrize("name, block", covering([*SEE, *HEAR], [None, 8], together=1))
 def test_small_budgets_evict(name, block):
     model, given = build(name), prompt(name)
     patch(model, SMALL, prefill_block=block)
@@ -282,6 +276,8 @@ def test_small_budgets_evict(name, block):
 
 
 # Positions in three dimensions.
+
+SOME_3D = [named(name, slow=name not in ("qwen2_vl", "qwen3_vl")) for name in ROTARY_3D]
 
 
 def likeliest(logits):
@@ -338,22 +334,21 @@ def test_caches_know_their_own_positions(name, block, tmp_path):
     close(steps(model, caches[0], likeliest(out.logits)), want[1])
 
 
-@pytest.mark.parametrize("name", ROTARY_3D)
-def test_a_text_turn_after_an_image(name):
+@pytest.mark.parametrize("name, block", covering(ROTARY_3D, [None, 4], together=1))
+def test_a_text_turn_after_an_image(name, block):
     """In plain calls, with a mask over both turns and without, beside a generate of another prompt."""
     given, turn = prompt(name), text(11, 8)
     ids = torch.cat([given["input_ids"], turn], 1)
     whole = given | {"input_ids": ids, "attention_mask": torch.ones_like(ids), **types(name, ids)}
     want = build(name)(**whole).logits[:, -11:]
-    for block in (None, 4):
-        model = patch(build(name), prefill_block=block)
-        for mask in ({}, {"attention_mask": whole["attention_mask"]}):
-            cache = model(**given).past_key_values
-            generated(model, {"input_ids": text(40, 9), "attention_mask": torch.ones(1, 40, dtype=torch.long)})
-            close(model(input_ids=turn, past_key_values=cache, **mask).logits, want)
+    model = patch(build(name), prefill_block=block)
+    for mask in ({}, {"attention_mask": whole["attention_mask"]}):
+        cache = model(**given).past_key_values
+        generated(model, {"input_ids": text(40, 9), "attention_mask": torch.ones(1, 40, dtype=torch.long)})
+        close(model(input_ids=turn, past_key_values=cache, **mask).logits, want)
 
 
-@pytest.mark.parametrize("name", ROTARY_3D)
+@pytest.mark.parametrize("name", SOME_3D)
 def test_a_generated_turn_after_another_prompt(name):
     """generate, too, would go on from the positions of the last prompt."""
     given, turn = prompt(name), text(11, 8)
@@ -371,7 +366,7 @@ def test_a_generated_turn_after_another_prompt(name):
     close(second(model, lambda: generated(model, other)), want)
 
 
-@pytest.mark.parametrize("name", ROTARY_3D)
+@pytest.mark.parametrize("name", SOME_3D)
 def test_what_positions_cannot_serve_is_refused(name):
     model, given = build(name), prompt(name)
     patch(model, SMALL, "compactor")

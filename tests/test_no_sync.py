@@ -60,15 +60,19 @@ def test_a_step_neither_waits_nor_copies(name, heads, tmp_path):
     check(chosen, "auto", heads)
 
 
-@pytest.mark.parametrize("heads", ["uniform", "adaptive"])
-@pytest.mark.parametrize("correction", ["none", "mean", "moments", "centroids"])
+@pytest.mark.parametrize(
+    "correction, heads", covering(["none", "mean", "moments", "centroids"], ["uniform", "adaptive"], together=1)
+)
 @torch.no_grad()
 def test_nor_with_any_correction(correction, heads):
     check("keydiff", correction, heads)
 
 
-@pytest.mark.parametrize("r2", [1.0, [[0.9, 0.1], [0.2, 0.3], [0.8, 0.9], [0.4, 0.6]]], ids=["all", "some heads"])
-@pytest.mark.parametrize("correction", ["vector", "vector+moments"])
+@pytest.mark.parametrize(
+    "correction, r2",
+    [("vector", 1.0), ("vector+moments", [[0.9, 0.1], [0.2, 0.3], [0.8, 0.9], [0.4, 0.6]])],
+    ids=["all", "some heads"],
+)
 @torch.no_grad()
 def test_nor_with_tokens_without_values(correction, r2):
     check("keydiff", correction, "uniform", r2)

@@ -9,7 +9,7 @@ from fastkv.calibration import quality
 from fastkv.reference import Moments
 
 from .models import VOCAB, build, generate, prompt
-from .pairwise import covering, each
+from .pairwise import FOLLOWERS, covering, each
 from .states import make_spec, make_state
 from .test_batches import NAMES, POLICIES, go_together, held, patch
 from .test_deferred import curve
@@ -173,7 +173,7 @@ def test_a_layer_attends_to_what_it_retains(name, dtype, tmp_path):
         assert all(torch.isfinite(tensor).all() for tensor in floats), kind
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", each(ALONE, often=()))
 def test_equal_keys_lose_nothing(name, tmp_path):
     """Where all keys are equal the moments are exact, so attention is the mean of all values ever seen."""
     q, k, v = equal_keys(40)
@@ -182,7 +182,7 @@ def test_equal_keys_lose_nothing(name, tmp_path):
         torch.testing.assert_close(out[:, :, 0], mean.float())
 
 
-@pytest.mark.parametrize("name,correction", each(ALONE, ["none", "mean", "moments"]))
+@pytest.mark.parametrize("name,correction", covering(ALONE, ["none", "mean", "moments"], together=1, slow=FOLLOWERS))
 def test_zero_values_give_zero(name, correction, tmp_path):
     for _, _, out in steps(layer(name, tmp_path, correction=correction), *zero_values(32)):
         assert (out == 0).all()
@@ -267,7 +267,7 @@ def clean_rows(model, ids, mask, bad):
     return logits[:, [0, 2]], out.past_key_values
 
 
-@pytest.mark.parametrize("name,mode", covering(NAMES, list(VALUES), together=1, where=go_together))
+@pytest.mark.parametrize("name,mode", covering(NAMES, list(VALUES), together=1, where=go_together, slow=FOLLOWERS))
 def test_a_row_of_nan_touches_nobody(name, mode, tmp_path):
     """Bit for bit. Where heads share slots, the width of a step is that of the batch's longest head, which a poisoned
     row may be: sums over other widths differ in the last bit, and what is kept does not.
@@ -321,7 +321,7 @@ def test_a_row_of_nan_does_not_decide_the_share_of_others(tmp_path):
     assert int(two.moments(0).count.max()) > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", each(NAMES, often=()))
 def test_runs_repeat_whatever_came_between(name, tmp_path):
     """The same model twice, another batch and another cache in between: the same bits."""
     model = build()

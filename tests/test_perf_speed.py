@@ -21,7 +21,7 @@ from perf.speed.cases import Case, toy
 from perf.speed.contenders import KVPress, Stock
 from perf.speed.parts import PARTS, interleaved
 from perf.speed.results import FIRST, STEP, Speed, floor_ms
-from perf.speed.worker import decode, measure, spread
+from perf.speed.worker import decode, measure
 
 CPU = torch.device("cpu")
 TOY = Case("llama-toy", "full", 100, 2, samples=2, period=4, new=12, threads=1)
@@ -75,11 +75,6 @@ def test_a_step_reads_all_weights_but_an_untied_embedding(name, tables):
     model = models.build(name, CPU, torch.float32)
     numbers = sum(weight.numel() for weight in dict(model.named_parameters()).values())
     assert models.weight_bytes(model) == 4 * (numbers - tables * 97 * 32)
-
-
-def test_prompts_are_seeded():
-    one, two = (models.prompt("llama-toy", 2, 30, CPU) for _ in range(2))
-    assert torch.equal(one, two) and one.shape == (2, 30) and 3 <= one.min() and one.max() < 97
 
 
 # The worker.
@@ -146,10 +141,6 @@ def test_bytes_of_a_view_are_those_of_what_it_holds_on_to():
     layer = types.SimpleNamespace(keys=torch.zeros(1, 2, 50, 16)[:, :, :3], values=torch.zeros(1, 2, 3, 16))
     held = Stock(None, TOY).resident(types.SimpleNamespace(layers=[layer, layer]))
     assert held == 4 * 2 * 16 * (50 + 3)
-
-
-def test_spreads():
-    assert spread([5.0, 1.0, 2.0, 3.0, 4.0]) == pytest.approx({"p20": 1.8, "p50": 3.0, "p80": 4.2, "mean": 3.0})
 
 
 class FakePress:
@@ -220,13 +211,7 @@ def test_kvpress_presses_the_prompt_and_not_the_steps(kvpress):
 
 @pytest.mark.slow
 def test_a_worker_in_its_own_process():
-    row = engine.in_process("perf.speed.worker", asdict(TOY))
-    assert row["kept"] == 100 and row["first_s"] > 0
-    model = models.build("llama-toy", CPU, torch.float32)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    assert row["checksum"] == models.checksum(model, "llama-toy")
-    torch.set_num_threads(before)
+    assert engine.in_process("perf.speed.worker", asdict(TOY))["kept"] == 100
 
 
 CASES = [TOY, KEPT, replace(KEPT, contender="kvpress")]
@@ -278,11 +263,6 @@ def test_a_peer_with_other_logits_does_not_count(part):
     code, _, file = part("--kvpress-python", "elsewhere", checksums={"kvpress": "other"})
     assert code == engine.COMPLETE and "computes other logits" in file["rows"][2]["skipped"]
     assert "skipped" not in file["rows"][1]
-
-
-def test_dry_runs_leave_the_results_alone():
-    with pytest.raises(SystemExit, match="does not write into perf/results"):
-        command.main(["--dry-run", "--out", str(RESULTS)])
 
 
 # The report.
@@ -441,7 +421,3 @@ def test_pages_say_what_was_measured():
     assert tables.between(page, speed_report.BEGIN, speed_report.END) == speed_report.section(files)
     marks = speed_report.FRONT_BEGIN, speed_report.FRONT_END
     assert tables.between(readme, *marks) == speed_report.front(files)
-
-
-def test_rows_survive_json():
-    assert Case(**json.loads(json.dumps(asdict(KEPT)))) == KEPT

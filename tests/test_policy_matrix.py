@@ -73,7 +73,7 @@ OTHERS = [name for name in NAMES if name != "momentkv"]  # whose scores need no 
 
 
 @pytest.mark.parametrize(
-    "name,correction", [*product(["momentkv"], CORRECTIONS), *covering(OTHERS, CORRECTIONS, together=1)]
+    "name,correction", [*product(["momentkv"], CORRECTIONS), *covering(OTHERS, CORRECTIONS, together=1, slow=FOLLOWERS)]
 )
 def test_every_correction_conserves(name, correction, tmp_path):
     model = build()
@@ -88,15 +88,9 @@ def test_every_correction_conserves(name, correction, tmp_path):
 
 @pytest.mark.parametrize(
     "name,block",
-    [
-        *covering(
-            [name for name in ADAPTIVE if name not in FOLLOWERS],
-            [None, 16],
-            together=1,
-            where=lambda name, block: not block or name in IN_BLOCKS,
-        ),
-        *each([name for name in ADAPTIVE if name in FOLLOWERS], [None, 16], often=("expected-attention",)),
-    ],
+    covering(
+        ADAPTIVE, [None, 16], together=1, where=lambda name, block: not block or name in IN_BLOCKS, slow=FOLLOWERS
+    ),
 )
 def test_adaptive_heads(name, block, tmp_path):
     adaptive = two_turns(build(), policy(name, tmp_path), small(heads="adaptive"), block)

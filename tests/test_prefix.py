@@ -8,6 +8,7 @@ import fastkv
 from fastkv import Budget, FastKVCache, FastKVError
 
 from .models import build, generate, prompt
+from .pairwise import covering
 from .test_policy_matrix import EVERY, small
 from .test_saved import assert_same, contents
 
@@ -19,9 +20,9 @@ def stock(model, ids, mask=None):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    "options", [{}, {"correction": "centroids"}, {"correction": "moments", "slots": "int8"}], ids=str
+    "policy, options",
+    covering(POLICIES, [{}, {"correction": "centroids"}, {"correction": "moments", "slots": "int8"}], together=1),
 )
 def test_it_is_what_reading_makes(policy, options):
     """Bit for bit, also what the next tokens make of it; the stock cache stays as it is."""

@@ -13,10 +13,9 @@ from fastkv.reference import LayerState, Moments, Recovery, Slots
 
 from .conftest import examples
 from .pairwise import covering
-from .states import assert_same, copied, make_spec, make_state, splits
+from .states import BACKENDS, assert_same, copied, make_spec, make_state, splits
 
 HEADS, G, D, SCALE = 3, 2, 16, 0.3
-BACKENDS = ["reference", "cpu", "triton"]
 EXACTLY = dict(atol=0, rtol=0)
 GAP = 5  # slots of a slab that no head owns
 F64 = torch.float64

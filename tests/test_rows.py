@@ -24,7 +24,7 @@ from fastkv.ops.operator import flat
 from fastkv.reference import Centroids, LayerState, Moments
 
 from .conftest import examples
-from .pairwise import named
+from .pairwise import covering, named
 from .states import assert_same, copied, in_pages, make_spec, make_state, splits
 from .test_ops import CASES, flattened
 from .test_ragged_ops import deal, slab_of
@@ -120,8 +120,10 @@ def test_rows_of_pages(name, backend):
     assert_same(placed.at(others).taken(), before.at(others).taken())
 
 
-@pytest.mark.parametrize("rows", [[3, 4], [4, 3], [5, 2]], ids=str)
-@pytest.mark.parametrize("name", [name for name in CASES_OF_STATES if name.startswith("decode_step")])
+@pytest.mark.parametrize(
+    "name, rows",
+    covering([one for one in CASES_OF_STATES if one.startswith("decode_step")], [[3, 4], [4, 3], [5, 2]], together=1),
+)
 def test_a_cpu_s_steps_copy_no_rows(name, rows, monkeypatch):
     """They work where rows lie, side by side or apart, in any order, and touch no others."""
     torch.manual_seed(0)

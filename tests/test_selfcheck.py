@@ -16,6 +16,7 @@ from fastkv.integrations.transformers.stock import CACHE
 from fastkv.rotary import Rotary
 
 from .models import COMMON, build, generate, prompt
+from .pairwise import covering
 from .test_exact import snapshot
 from .test_policy_matrix import small
 from .test_vector_cache import mapping
@@ -97,8 +98,7 @@ def test_keys_are_turned_back(kind):
         torch.testing.assert_close(rotary.unrotate(cached, positions), before, atol=1e-5, rtol=0)
 
 
-@KINDS
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("kind, dtype", covering(TURNING, [torch.bfloat16, torch.float16], together=1))
 def test_half_precision_shows_the_same(kind, dtype):
     model = tiny(kind)
     exact = rotations(model, range(LAYERS))
@@ -166,8 +166,7 @@ def test_frequencies_that_change_with_the_length_are_refused(kind):
     assert snapshot(model) == before and torch.equal(model.model.rotary_emb.inv_freq, frequencies)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-@pytest.mark.parametrize("patched", [False, True], ids=["stock", "patched"])
+@pytest.mark.parametrize("kind, patched", [("llama", False), ("gemma3", True)])
 def test_nothing_of_the_model_changes(kind, patched):
     model = build(kind)
     if patched:
@@ -266,12 +265,11 @@ def test_an_untested_model_that_agrees_is_accepted_with_one_warning(dtype):
     assert snapshot(fastkv.unpatch(model)) == before
 
 
-@pytest.mark.parametrize("patched", [False, True], ids=["stock", "patched"])
 @pytest.mark.parametrize(
-    "attention, why",
+    "attention, why, patched",
     [
-        (Shrinking, r"the logits of LlamaForCausalLM change by \d"),
-        (Twice, "LlamaForCausalLM fails .* twice to the same"),
+        (Shrinking, r"the logits of LlamaForCausalLM change by \d", True),
+        (Twice, "LlamaForCausalLM fails .* twice to the same", False),
     ],
     ids=["shrinking", "twice"],
 )

@@ -18,7 +18,7 @@ from fastkv.integrations.transformers.calibrate import weights_digest
 from fastkv.parallel import Parallel
 
 from .models import build, generate, policy, prompt
-from .pairwise import covering, named
+from .pairwise import FOLLOWERS, covering, named
 from .test_policy_matrix import EVERY, IN_BLOCKS, NAMES, TOKENS, check, small, two_turns
 
 
@@ -71,10 +71,17 @@ def test_recovered_values_are_exact_where_the_map_is(block, backend):
     assert torch.equal(generate(model, ids, mask, new=new), tokens)
 
 
-@pytest.mark.parametrize("name,block", covering([n for n in NAMES if n != "duoattention"], [None, 16], together=1))
+@pytest.mark.parametrize(
+    "name,block",
+    covering(
+        [name for name in NAMES if name != "duoattention"],
+        [None, 16],
+        together=1,
+        where=lambda name, block: not block or name in IN_BLOCKS,
+        slow=FOLLOWERS,
+    ),
+)
 def test_on_top_of_every_policy(name, block, tmp_path):
-    if block and name not in IN_BLOCKS:
-        return
     model = build()
     chosen = policy(name, tmp_path)
     cache = two_turns(model, chosen, small(), block, correction="vector+moments", vector=mapping(model))
@@ -169,8 +176,7 @@ def joint_weights():
     return {layer: torch.randn(2, 32, 16, generator=generator) / 16 for layer in range(4)}
 
 
-@pytest.mark.parametrize("name", ["keydiff", "momentkv", "h2o", "compactor"])
-@pytest.mark.parametrize("block", [None, 16])
+@pytest.mark.parametrize("name, block", covering(["keydiff", "momentkv", "h2o", "compactor"], [None, 16], together=1))
 def test_with_a_joint_map_all_heads_keep_the_same_tokens(name, block):
     """Through prompts, evictions and a second turn."""
     model = build()

@@ -29,6 +29,7 @@ from fastkv.lab.view import FINE, LEVELS, RECENT, SINKS, TOP, Full, Reading, Tra
 from .browser import Browser, find
 from .families import tiny
 from .models import FAMILIES, LATENT, build
+from .pairwise import named
 from .toy import MODEL, generate, told
 from .toy import text as toy_text
 
@@ -304,7 +305,7 @@ def test_pieces_of_letters_that_are_several_tokens():
     assert pieces == ["s", "o", " ", " ", "é", "·", "\n", "🙂", "·", "·", "·", "!"]
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3", "deepseek_v3", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "gpt2", named("gpt_neox", slow=True)])
 def test_other_models(family):
     """Layers with a sliding window are left out; where the cache lies is where the trace says."""
     model = build(family) if family in {**FAMILIES, **LATENT} else tiny.build(family, "sdpa")

@@ -17,18 +17,18 @@ from fastkv.rotary import Rotary
 from .launches import recorded
 from .pairwise import named
 
-HQ, HKV, D, EVERY = 8, 2, 64, 16
-SEQUENCES, LONGEST, BUDGET = 40, 3000, 1024
+HQ, HKV, D, EVERY = 4, 2, 32, 16
+SEQUENCES, LONGEST, BUDGET = 40, 1500, 512
 CPU = torch.device("cpu")
 CASES = {  # policy, correction, slots, block, heads
-    "default": ("fastkv", "auto", "auto", 512, "uniform"),
-    "leverage": ("leverage", "moments", "auto", 512, "uniform"),
-    "centroids": ("snapkv", "centroids", "auto", 512, "uniform"),
-    "moments, codes": ("momentkv", "auto", "int8", 512, "uniform"),
+    "default": ("fastkv", "auto", "auto", 256, "uniform"),
+    "leverage": ("leverage", "moments", "auto", 256, "uniform"),
+    "centroids": ("snapkv", "centroids", "auto", 256, "uniform"),
+    "moments, codes": ("momentkv", "auto", "int8", 256, "uniform"),
     "whole prompts": ("keydiff", "none", "int4", None, "uniform"),
-    "remembers": ("noncausal", "centroids", "auto", 256, "uniform"),
-    "all queries watched": ("h2o", "mean", "auto", 512, "uniform"),
-    "adaptive": ("momentkv", "auto", "auto", 512, "adaptive"),
+    "remembers": ("noncausal", "centroids", "auto", 128, "uniform"),
+    "all queries watched": ("h2o", "mean", "auto", 256, "uniform"),
+    "adaptive": ("momentkv", "auto", "auto", 256, "adaptive"),
     "few tokens a block": ("snapkv", "none", "auto", 48, "uniform"),
 }
 
