@@ -1,8 +1,7 @@
 """vLLM's own cache against a compressed one, in the same bytes: sequences that fit, speed and latency under load.
 
-    python -m perf.serving --model smollm2                          # 1, 8 and 32 requests at once
+    python -m perf.serving                                          # SmolLM2, 1 and 16 requests at once
     python -m perf.serving --model DIR --prompts 8192 --requests 16 --cache-mib 256
-    python -m perf.serving --toy                                    # a small model with random weights, made here
 
 Needs vLLM (`make test-vllm` makes an environment for a CPU: .venv-vllm/bin/python -m perf.serving). All requests of a
 case arrive at once; each engine runs in a process of its own. Writes <device>.json and a table. The machine
@@ -16,7 +15,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -37,29 +35,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="perf.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="smollm2, or a directory or name of a model")
-    parser.add_argument("--toy", action="store_true", help="a small Llama with random weights in place of a model")
+    parser.add_argument("--model", default=pretrained.SMOLLM2, help="smollm2 (default), or a directory or name")
     parser.add_argument("--policy", default="fastkv", help="of the compressed cache")
-    parser.add_argument("--budget", type=int, default=512, help="tokens per KV head that are kept")
+    parser.add_argument("--budget", type=int, default=1024, help="tokens per KV head that are kept")
     parser.add_argument("--block", type=int, default=512, help="prefill_block")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[2048, 8192], help="lengths of prompts, tokens")
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32], help="how many arrive at once")
-    parser.add_argument("--answer", type=int, default=64, help="tokens of an answer")
-    parser.add_argument("--cache-mib", type=int, default=256, help="memory of either cache")
-    parser.add_argument("--dtype", default="auto", help="of the model")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[2048, 7680], help="lengths of prompts, tokens")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 16], help="how many arrive at once")
+    parser.add_argument("--answer", type=int, default=256, help="tokens of an answer")
+    parser.add_argument("--cache-mib", type=int, default=1024, help="memory of either cache")
+    parser.add_argument("--dtype", default="float32", help="of the model")
     parser.add_argument("--output", type=Path, default=RESULTS, help="directory for the results")
     parser.add_argument("--engine", choices=[STOCK, OURS], help=argparse.SUPPRESS)  # the process of one engine
     return parser.parse_args(arguments)
-
-
-def toy(directory: str) -> None:
-    """A Llama with random weights: 2 layers, 4 heads on 2 KV heads of 64."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    sizes = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 32768}
-    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(directory)
 
 
 def engine_of(options: argparse.Namespace) -> Any:
@@ -164,15 +151,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.engine:
         print(json.dumps(measure(options)))
         return 0
-    with tempfile.TemporaryDirectory() as made:
-        if options.toy:
-            toy(made)
-        given = [*(sys.argv[1:] if arguments is None else arguments), *(["--model", made] if options.toy else [])]
-        rows = []
-        for engine in (STOCK, OURS):
-            rows += in_process("perf.serving", given, engine)["rows"]
-    settings = {name: getattr(options, name) for name in ("policy", "budget", "block", "answer", "cache_mib", "dtype")}
-    settings["model"] = "toy" if options.toy else options.model
+    given, rows = sys.argv[1:] if arguments is None else arguments, []
+    for engine in (STOCK, OURS):
+        rows += in_process("perf.serving", given, engine)["rows"]
+    names = ("policy", "budget", "block", "answer", "cache_mib", "dtype", "model")
+    settings = {name: getattr(options, name) for name in names}
     device = "gpu" if torch.cuda.is_available() else "cpu"
     said = ", ".join(f"{name} {value}" for name, value in settings.items())
     page = f"Written by `python -m perf.serving`: {said}.\n\n{table(rows)}"
