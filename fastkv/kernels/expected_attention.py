@@ -42,16 +42,18 @@ def _logit_kernel(keys: View, valid_ptr, mean_ptr, covariance_ptr, logits_ptr, s
     HEADS: tl.constexpr = TILE.HEADS
     D: tl.constexpr = TILE.D
     BD: tl.constexpr = TILE.BD
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
     head = tl.program_id(0).to(tl.int64)  # of queries, of all sequences
     kv = head // TILE.G
-    key = tl.program_id(1) * TILE.BLOCK_N + tl.arange(0, TILE.BLOCK_N)
+    key = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = tl.load(valid_ptr + kv * N + key, mask=key < N, other=0) != 0
     keys_ptr = keys.ptr + (kv // HEADS) * keys.stride_b + (kv % HEADS) * keys.stride_h
     row_ptr = keys_ptr + key.to(tl.int64)[:, None] * keys.stride_t
     column = tl.arange(0, BD)
-    turned = tl.zeros([TILE.BLOCK_N, BD], tl.float32)
-    for first in range(0, D, TILE.BLOCK_K):
-        some = first + tl.arange(0, TILE.BLOCK_K)
+    turned = tl.zeros([BLOCK_N, BD], tl.float32)
+    for first in range(0, D, BLOCK_K):
+        some = first + tl.arange(0, BLOCK_K)
         k = tl.load(row_ptr + some[None, :], mask=real[:, None] & (some < D)[None, :], other=0.0)
         place = head * D * D + some[:, None] * D + column[None, :]
         c = tl.load(covariance_ptr + place, mask=(some < D)[:, None] & (column < D)[None, :], other=0.0)

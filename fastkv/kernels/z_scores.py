@@ -17,11 +17,11 @@ from ._launch import check_contiguous
 BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["masks", "N"])  # the length of a prompt
-def _z_kernel(scores_ptr, mask_ptr, out_ptr, masks, N, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["N"])  # the length of a prompt
+def _z_kernel(scores_ptr, mask_ptr, out_ptr, N, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    mask_ptr += row % masks * N
-    place = row * N
+    mask_ptr += row * N
+    place = (tl.program_id(1) * tl.num_programs(0).to(tl.int64) + row) * N
     sums = tl.zeros([BLOCK], tl.float32)
     counts = tl.zeros([BLOCK], tl.int32)
     for first in range(0, N, BLOCK):
@@ -60,7 +60,7 @@ def z_scores(scores: Tensor, mask: Tensor) -> Tensor:
     mask = mask.contiguous()
     check_contiguous("z_scores", scores=scores)
     out = torch.empty_like(scores, dtype=torch.float32)
-    num, masks = mask.shape[-1], mask[..., 0].numel()
     if scores.numel():
-        _z_kernel[(scores.numel() // num,)](scores, mask.view(torch.uint8), out, masks, num, BLOCK=BLOCK)
+        grid = mask[..., 0].numel(), scores.numel() // mask.numel()
+        _z_kernel[grid](scores, mask.view(torch.uint8), out, mask.shape[-1], BLOCK=BLOCK)
     return out
