@@ -79,7 +79,7 @@ class ExpectedAttention(Policy):
         count = valid.sum(-1, keepdim=True)
         queries = rotary.unrotate(signals.queries.to(compute_dtype(signals.queries)), places)
         number = count[..., None].clamp(min=1)
-        queries.masked_fill_(~valid[..., None], 0)  # in place, like the rest: it is large
+        queries.masked_fill_(~valid[..., None], 0)  # in place, like the rest: a large copy of our own
         mean = queries.sum(2, keepdim=True) / number
         offset = queries.sub_(mean).mul_(valid[..., None].to(mean.dtype))
         covariance = offset.transpose(-1, -2) @ offset / number
