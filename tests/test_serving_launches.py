@@ -25,8 +25,8 @@ LAUNCHES = {  # of a step in which prompts begin, of one that reads their ends, 
     ("keydiff", "calibrated"): (81, 87, 27),
     ("momentkv", "uniform"): (41, 101, 12),
     ("snapkv", "uniform"): (32, 75, 5),
-    ("fastkv", "uniform"): (189, 202, 52),
-    ("fastkv", "calibrated"): (269, 283, 110),
+    ("fastkv", "uniform"): (190, 203, 52),
+    ("fastkv", "calibrated"): (270, 284, 110),
 }
 
 

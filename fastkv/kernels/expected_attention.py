@@ -2,8 +2,9 @@
 
     logit_i = s (m.k_i + s/2 k_i.C k_i);   attention_i = mean over the query heads of softmax_i(logit)
 
-Twin of `reference.expected_attention`. Two launches: programs of the first take a tile of keys and multiply it with
-the covariance C of one query head; programs of the second add up the weights of all query heads of a KV head.
+Twin of `reference.expected_attention`. Launches: programs of the first take a tile of keys and multiply it with the
+covariance C of one query head; those of the second find the largest logit of a query head and the sum of its weights;
+those of the third add up the weights of the query heads of a KV head.
 Bytes per KV head with G query heads: 2 G N D for keys in half precision, 4 G D^2 for covariances, which every tile
 reads again from L2, and 16 G N for logits.
 """
@@ -65,28 +66,34 @@ def _logit_kernel(keys: View, valid_ptr, mean_ptr, covariance_ptr, logits_ptr, s
 
 
 @triton.jit(do_not_specialize=["N"])
-def _weight_kernel(logits_ptr, attention_ptr, N, G: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_kernel(logits_ptr, sums_ptr, N, G: tl.constexpr, BLOCK: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    own_ptr = logits_ptr + head * N
+    tops = tl.full([BLOCK], -float("inf"), tl.float32)
+    for first in range(0, N, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        tops = tl.maximum(tops, tl.load(own_ptr + index, mask=index < N, other=-float("inf")))
+    top = tl.max(tops, 0)
+    top = tl.where(top == -float("inf"), 0.0, top)
+    totals = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, N, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        totals += tl.exp(tl.load(own_ptr + index, mask=index < N, other=-float("inf")) - top)
+    total = tl.sum(totals, 0)
+    tl.store(sums_ptr + head * 2, top)
+    tl.store(sums_ptr + head * 2 + 1, 1.0 / tl.where(total > 0, total * G, 1.0))
+
+
+@triton.jit(do_not_specialize=["N"])
+def _weight_kernel(logits_ptr, sums_ptr, attention_ptr, N, G: tl.constexpr, BLOCK: tl.constexpr):
     kv = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    weights = tl.zeros([BLOCK], tl.float32)
     for member in range(0, G):
-        own_ptr = logits_ptr + (kv * G + member) * N
-        tops = tl.full([BLOCK], -float("inf"), tl.float32)
-        for first in range(0, N, BLOCK):
-            index = first + tl.arange(0, BLOCK)
-            tops = tl.maximum(tops, tl.load(own_ptr + index, mask=index < N, other=-float("inf")))
-        top = tl.max(tops, 0)
-        top = tl.where(top == -float("inf"), 0.0, top)
-        totals = tl.zeros([BLOCK], tl.float32)
-        for first in range(0, N, BLOCK):
-            index = first + tl.arange(0, BLOCK)
-            totals += tl.exp(tl.load(own_ptr + index, mask=index < N, other=-float("inf")) - top)
-        total = tl.sum(totals, 0)
-        share = 1.0 / tl.where(total > 0, total * G, 1.0)
-        for first in range(0, N, BLOCK):
-            index = first + tl.arange(0, BLOCK)
-            weight = tl.exp(tl.load(own_ptr + index, mask=index < N, other=-float("inf")) - top) * share
-            if member > 0:
-                weight += tl.load(attention_ptr + kv * N + index, mask=index < N, other=0.0)
-            tl.store(attention_ptr + kv * N + index, weight, mask=index < N)
+        head = kv * G + member
+        logits = tl.load(logits_ptr + head * N + index, mask=index < N, other=-float("inf"))
+        weights += tl.exp(logits - tl.load(sums_ptr + head * 2)) * tl.load(sums_ptr + head * 2 + 1)
+    tl.store(attention_ptr + kv * N + index, weights, mask=index < N)
 
 
 def expected_attention(keys: Tensor, mean: Tensor, covariance: Tensor, scale: float, *, valid: Tensor) -> Tensor:
@@ -94,7 +101,7 @@ def expected_attention(keys: Tensor, mean: Tensor, covariance: Tensor, scale: fl
 
     Args: keys [B, Hkv, N, D], unit stride along D; mean [B, Hq, 1, D] and covariance [B, Hq, D, D] fp32, contiguous;
         valid [B, Hkv, N] bool.
-    Returns: [B, Hkv, N] fp32, 0 where not valid. Cost: two launches; no host sync.
+    Returns: [B, Hkv, N] fp32, 0 where not valid. Cost: three launches; no host sync.
     Raises: FastKVError for shapes or strides that do not fit.
     """
     op, (batch, heads, num, dim) = "expected_attention", keys.shape
@@ -116,5 +123,8 @@ def expected_attention(keys: Tensor, mean: Tensor, covariance: Tensor, scale: fl
         View.of(keys), valid.view(torch.uint8), mean, covariance, logits, scale, num,
         TILE=Tile(heads, groups, dim, padded, some, rows), num_warps=num_warps, num_stages=stages(2),
     )  # fmt: skip
-    _weight_kernel[(batch * heads,)](logits, attention, num, G=groups, BLOCK=BLOCK)
+    sums = torch.empty(batch, num_heads, 2, dtype=torch.float32, device=keys.device)
+    _sum_kernel[(batch * num_heads,)](logits, sums, num, G=groups, BLOCK=BLOCK)
+    grid = batch * heads, triton.cdiv(num, BLOCK)
+    _weight_kernel[grid](logits, sums, attention, num, G=groups, BLOCK=BLOCK)
     return attention

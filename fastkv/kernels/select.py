@@ -86,16 +86,16 @@ def _candidates(valid_ptr, protected_ptr, positions_ptr, row, index, N, seen, si
 
 @triton.jit(do_not_specialize=["N", "tokens", "sinks", "recent"])
 def _select_kernel(
-    scores_ptr, positions_ptr, valid_ptr, protected_ptr, seen_ptr, tokens_ptr, key_ptr, kept_ptr, counts_ptr, N, tokens,
-    sinks, recent, HEADS: tl.constexpr, BLOCK: tl.constexpr, HIP: tl.constexpr,
+    scores_ptr, positions_ptr, valid_ptr, protected_ptr, seen_ptr, key_ptr, kept_ptr, counts_ptr, N, tokens, sinks,
+    recent, HEADS: tl.constexpr, BLOCK: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
-    # protected_ptr None: what seen_ptr says is protected. tokens_ptr None: all heads keep `tokens`.
-    # key_ptr None: a head is one tile.
+    # protected_ptr None: what seen_ptr says is protected. key_ptr None: a head is one tile.
+    # tokens: of all heads, or where each finds its own.
     SINGLE: tl.constexpr = key_ptr is None
     head = tl.program_id(0)
     row = head.to(tl.int64) * N
-    if tokens_ptr is not None:
-        tokens = tl.maximum(tl.load(tokens_ptr + head), 0).to(tl.int32)
+    if tokens.dtype.is_ptr():
+        tokens = tl.maximum(tl.load(tokens + head), 0).to(tl.int32)
     room = tl.cdiv(N, BLOCK) * BLOCK  # of a head in scratch
     key2_ptr = key_ptr
     if key_ptr is not None:
@@ -191,11 +191,12 @@ def select(
     if num > block:
         room = triton.cdiv(num, block) * block
         scratch = torch.empty(2 * batch * heads * room, dtype=torch.int32, device=scores.device)
-    each = tokens.contiguous() if isinstance(tokens, Tensor) else None
-    check_like("select", (batch, heads), tokens=each)
+    if isinstance(tokens, Tensor):
+        tokens = tokens.contiguous()
+        check_like("select", (batch, heads), tokens=tokens)
     _select_kernel[(batch * heads,)](
         scores, positions, valid.view(torch.uint8), None if protected is None else protected.view(torch.uint8), seen,
-        each, scratch, kept.view(torch.uint8), counts, num, 0 if each is not None else tokens, sinks, recent,
-        HEADS=heads, BLOCK=block, HIP=on_hip(), num_warps=tiles[block],
+        scratch, kept.view(torch.uint8), counts, num, tokens, sinks, recent, HEADS=heads, BLOCK=block, HIP=on_hip(),
+        num_warps=tiles[block],
     )  # fmt: skip
     return kept, counts

@@ -214,7 +214,7 @@ def _selected(scores: Tensor, positions: Tensor, valid: Tensor, *rest: Any) -> t
     return torch.empty_like(valid), valid.new_empty(valid.shape[:2], dtype=torch.int64)
 
 
-# Kernel: two launches, no copies of keys.
+# Kernel: three launches, no copies of keys.
 expected_attention = operator(_of_first)(by_keyword(reference.expected_attention))
 
 # Kernel: one launch.
