@@ -46,7 +46,7 @@ def of_slots(state: LayerState, copied: LayerState, rule: LayerConfig) -> tuple[
 def _stored(state: LayerState, rule: LayerConfig) -> list[Tokens]:
     """Keys and values in the model's dtype and positions in the slots of each tier."""
     exact = state.exact
-    keys, values, positions = exact.reading("keys", "values", "positions")
+    keys, values, positions = exact.read("keys", "values", "positions")
     stored = [(keys, values, positions)]
     return stored if state.approx is None else [*stored, key_only.recovered(state.approx, exact, rule)]
 

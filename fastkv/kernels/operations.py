@@ -10,7 +10,6 @@ from torch import Tensor
 from .. import reference
 from ..reference import Centroids, LayerState, Moments, Selection, Spec
 from . import decode_attention as decode
-from . import expected_attention as expected
 from . import key_scores, leverage, noncausal_mass, window_scores
 from . import moment_scores as residuals
 from . import peak_attention as peaks
@@ -19,10 +18,11 @@ from . import remember as joining
 from . import select as selection
 from . import slot_signals as slots
 from . import vector_decode as vector
-from . import z_scores as standardised
 from ._launch import Workspace, WorkspaceRoom, num_sms
 from .compact import compact as compact
 from .evict import evict as evict
+from .expected_attention import expected_attention as expected_attention
+from .z_scores import z_scores as z_scores
 
 FOLLOWS_ROWS = ("compact", "decode_step", "evict", "prefill_attention", "remember", "slot_signals")
 
@@ -144,25 +144,11 @@ def moment_scores(attention: Tensor | None, keys: Tensor, values: Tensor, moment
     )
 
 
-def expected_attention(keys: Tensor, mean: Tensor, covariance: Tensor, scale: float, *, valid: Tensor) -> Tensor:
-    """`reference.expected_attention`."""
-    return expected.expected_attention(keys, mean, covariance, scale, valid=valid)
-
-
-def z_scores(scores: Tensor, mask: Tensor) -> Tensor:
-    """`reference.z_scores`."""
-    return standardised.z_scores(scores, mask)
-
-
-def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, tokens: int) -> Selection:
-    """`reference.select`."""
+def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, tokens: int | Tensor) -> Selection:
+    """`reference.select`, and `reference.select_each` where each head has its own number."""
     return Selection(
         *selection.select(scores=scores, positions=positions, valid=valid, protected=protected, tokens=tokens)
     )
 
 
-def select_each(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, tokens: Tensor) -> Selection:
-    """`reference.select_each`."""
-    return Selection(
-        *selection.select(scores=scores, positions=positions, valid=valid, protected=protected, tokens=tokens)
-    )
+select_each = select

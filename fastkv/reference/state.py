@@ -170,14 +170,10 @@ class Slots:
         """The first `filled` slots of every head of the named tensor, [B, Hkv, filled, ...], as read by attention:
         keys and values are decoded.
         """
-        return self.read(name, torch.float32)
+        return self.read(name, dtype=torch.float32)[0]
 
-    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The named tensor as above, what is decoded in `dtype` or in the model's."""
-        return self.reading(name, dtype=dtype)[0]
-
-    def reading(self, *names: str, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """`read` of each of the named tensors."""
+    def read(self, *names: str, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """The same of each of the named tensors, in `dtype` or in the model's."""
         scales = {} if self.format.plain else {name: SCALES[name] for name in names if name in SCALES}
         every = (*names, *scales.values())
         rows = dict(zip(every, self.stored(*every)))
