@@ -108,12 +108,10 @@ def read_cubin(cubin: bytes) -> tuple[dict[str, int], list[str]]:
         file.write(cubin)
         file.flush()
 
-        def dump(option: str) -> str:
-            command = [os.path.join(TOOLS, "cuobjdump"), option, file.name]
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-        usage = {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED):(\d+)", dump("--dump-resource-usage"))}
-        return usage, re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)", dump("-sass"))
+        command = [os.path.join(TOOLS, "cuobjdump"), "--dump-resource-usage", "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED):(\d+)", text)}
+    return usage, re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)", text)
 
 
 def count(names: list[str], prefixes: tuple[str, ...]) -> int:
@@ -201,7 +199,8 @@ def check(variant: Variant) -> str:
     else:
         text = compiled.asm["ptx"]
         usage, names = read_cubin(compiled.asm["cubin"])
-        registers, spill = usage["REG"], spilled_bytes(text, chip.target.arch)
+        registers = usage["REG"]
+        spill = spilled_bytes(text, chip.target.arch) if usage["STACK"] else 0  # what is spilled lies on the stack
         per_cta = -(-registers // 8) * 8 * 32 * num_warps
         ctas = min(65536 // per_cta, chip.per_sm // (shared + 1024), 64 // num_warps)
     taken, races = tickets(text, backend)
