@@ -20,7 +20,6 @@ from fastkv.integrations.transformers.layer import FastKVLayer, HybridLayer
 
 from .families import tiny as families_of_tests
 from .models import build, generate, prompt
-from .test_compile import Graphs, decode
 from .test_no_sync import Crossings, to_device_without_data
 
 ROOM, SMALL = Budget(tokens=500), Budget(tokens=20, sinks=2, recent=4)
@@ -52,8 +51,7 @@ def test_a_prompt_that_is_read_twice(name):
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < SLIDING_ROLLBACK, reason="windows cannot roll back")
-@pytest.mark.parametrize("name", [*SHARED, "phi3"])
-@pytest.mark.parametrize("block", [None, 13])
+@pytest.mark.parametrize("name, block", [(SHARED[0], None), (SHARED[1], 13), ("phi3", None)])
 def test_assisted_decoding(name, block):
     """Layers that share keys attend before it is known which tokens stay."""
     model, ids = tiny(name), prompt(1, 20, (0,))[0].repeat(1, 2)
@@ -64,8 +62,7 @@ def test_assisted_decoding(name, block):
     assert int(cache.compressed[0].state.seen) >= 40
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", SHARED[1]])
-@pytest.mark.parametrize("empty", [True, False])
+@pytest.mark.parametrize("name, empty", [("qwen3_next", True), ("falcon_h1", False), (SHARED[1], True)])
 def test_captured_steps(name, empty):
     """On a CPU these run the model itself, from the same tensors."""
     model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
@@ -81,21 +78,6 @@ def test_captured_steps(name, empty):
     for _ in range(5):
         tokens.append(step(tokens[-1]).argmax(-1, keepdim=True))
     assert torch.equal(torch.cat(tokens, 1), expected)
-
-
-@pytest.mark.parametrize("name", [pytest.param(SHARED[1], marks=pytest.mark.slow), "lfm2", "falcon_h1"])
-@torch.no_grad()
-def test_a_static_step_is_two_graphs(name):
-    """One of them evicts, also where several layers attend to the same keys."""
-    torch._dynamo.reset()
-    model, (ids, _) = tiny(name), prompt(2, 30, (0, 0))
-    fastkv.patch(model, budget=SMALL, evict_every=3, static=True)
-    want = decode(model, model, model(ids).past_key_values, ids[:, -1:].clone(), 10, 30)
-    graphs = Graphs()
-    step = torch.compile(model, fullgraph=True, backend=graphs)
-    got = decode(model, step, model(ids).past_key_values, ids[:, -1:].clone(), 10, 30)
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
-    assert len(graphs.inputs) == 2
 
 
 @pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
@@ -212,32 +194,31 @@ def test_the_message_says_what_the_layers_are():
     assert stock.census(layers) == "3 use linear attention, 1 use a sliding window"
 
 
+class OddLayer(stock.DynamicLayer):
+    """Nobody knows what it keeps."""
+
+
+CACHES = "fastkv.integrations.transformers.cache.stock_layers"
+
+
+@pytest.mark.parametrize(
+    "make, place, value, message",
+    [
+        (build, CACHES, lambda model: [OddLayer() for _ in range(4)], "keeps a OddLayer, expected layers of full"),
+        (lambda: tiny(SHARED[1]), f"{modules.__name__}.sources", lambda model: {}, "keys that they do not cache"),
+        (build, f"{modules.__name__}.INTERFACE", "ELSE", r"layers \[0, 1, 2, 3\] of LlamaForCausalLM do not attend"),
+    ],
+    ids=["kinds of layers", "keys of nobody", "another interface"],
+)
+def test_what_is_not_known(make, place, value, message, monkeypatch):
+    monkeypatch.setattr(place, value)
+    with pytest.raises(FastKVError, match=message):
+        fastkv.patch(make())
+
+
 def test_chunks_are_no_ring():
     with pytest.raises(FastKVError, match="static=True cannot hold layers that attend in chunks still"):
         fastkv.patch(tiny("llama4_text"), static=True)
-
-
-def test_unknown_kinds_of_layers(monkeypatch):
-    class OddLayer(stock.DynamicLayer):
-        pass
-
-    odd = [OddLayer() for _ in range(4)]
-    monkeypatch.setattr("fastkv.integrations.transformers.cache.stock_layers", lambda model: list(odd))
-    with pytest.raises(FastKVError, match="LlamaForCausalLM keeps a OddLayer, expected layers of full"):
-        fastkv.patch(build())
-
-
-def test_keys_of_nobody(monkeypatch):
-    """A layer that shares keys with one that fastkv does not know of."""
-    monkeypatch.setattr(modules, "sources", lambda model: {})
-    with pytest.raises(FastKVError, match="attend to keys that they do not cache"):
-        fastkv.patch(tiny(SHARED[1]))
-
-
-def test_attention_that_does_not_use_the_interface(monkeypatch):
-    monkeypatch.setattr(modules, "INTERFACE", "SOMETHING_ELSE")
-    with pytest.raises(FastKVError, match=r"layers \[0, 1, 2, 3\] of LlamaForCausalLM do not attend through"):
-        fastkv.patch(build())
 
 
 @pytest.mark.parametrize("attribute, value, words", [("is_causal", False, "later tokens"), ("expand_kv", 1, "latents")])
@@ -269,12 +250,8 @@ def test_unknown_tensors_of_attention(length):
     model = calling(lambda kwargs: {**kwargs, "alibi": torch.ones(1), "nothing": None})
     with pytest.raises(FastKVError, match=r"layer 1 \(LlamaAttention\) was given alibi, expected queries"):
         model(prompt(1, length, (0,))[0], past_key_values=cache)
-
-
-def test_attention_to_later_tokens():
-    model = calling(lambda kwargs: {**kwargs, "is_causal": False})
     with pytest.raises(FastKVError, match="was asked to attend to later tokens"):
-        model(prompt(1, 9, (0,))[0])
+        calling(lambda kwargs: {**kwargs, "is_causal": False})(prompt(1, 9, (0,))[0])
 
 
 def test_one_call_of_attention_for_every_update():
