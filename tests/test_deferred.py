@@ -12,7 +12,7 @@ from fastkv.calibration import quality
 from fastkv.calibration.files import describe, fingerprint
 from fastkv.errors import FastKVError
 
-from .models import FAMILIES, build, generate, prompt
+from .models import build, generate, prompt
 from .test_policy_matrix import EVERY, TOKENS, small
 
 
@@ -77,16 +77,6 @@ def test_kvzip_leaves_the_output_and_sliding_layers_alone():
                 assert torch.equal(mine.keys, theirs.keys)
 
 
-def test_kvzip_rows_do_not_depend_on_padding():
-    model = build()
-    ids, mask = prompt()
-    fastkv.patch(model, fastkv.policies.get("kvzip", chunk=16), small(), evict_every=EVERY)
-    together = generate(model, ids, mask, new=20)
-    for row, pad in enumerate((0, 7, 19)):
-        fastkv.patch(model, fastkv.policies.get("kvzip", chunk=16), small(), evict_every=EVERY)
-        assert torch.equal(generate(model, ids[row : row + 1, pad:], new=20)[0, -20:], together[row, -20:])
-
-
 def test_quality_keeps_what_the_curve_says(tmp_path):
     model = build()
     ids, _ = prompt(2, 50, (0, 0))
@@ -145,11 +135,3 @@ def test_refusals(tmp_path):
     fastkv.patch(model, "kvzip", small())
     with pytest.raises(FastKVError, match="decode without an assistant"):
         generate(model, prompt(1, 20, (0,))[0], assistant_model=build())
-
-
-def test_every_family_can_be_deferred():
-    for name in FAMILIES:
-        model = build(name, "eager")
-        ids, mask = prompt()
-        fastkv.patch(model, "kvzip", small(), evict_every=EVERY)
-        assert generate(model, ids, mask, new=9).shape == (3, 59)

@@ -93,15 +93,6 @@ def test_offloaded_models_are_patched_before(tmp_path):
     assert torch.equal(generate(model, ids, mask), want)
 
 
-@pytest.mark.parametrize("device_map", [{"": "cpu"}, HALVES, "auto"], ids=["one", "parts", "auto"])
-def test_device_maps_of_from_pretrained(device_map, tmp_path):
-    ids, mask = prompt()
-    build().save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map)
-    fastkv.patch(model, "momentkv", small(), evict_every=4)
-    assert torch.equal(generate(model, ids, mask, new=15), wanted("llama", "momentkv", {}))
-
-
 def split(model, half=2):
     """The layers from `half` on, and what follows them, on meta; accelerate's hooks move what they are given."""
     for module in (*model.model.layers[half:], model.model.norm, model.lm_head):
@@ -133,20 +124,6 @@ def test_the_state_lives_where_its_layer_does(policy, static):
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.reset()
     assert devices_of(cache) == [{"cpu"}, {"cpu"}, {"meta"}, {"meta"}]
-
-
-def test_a_part_of_the_first_layers_is_computed_as_ever():
-    """The layers on the real device do not notice the others."""
-    ids, _ = prompt(2, 40, (0, 0))
-    whole = fastkv.patch(build(), "momentkv", small(), evict_every=3)
-    parts = split(fastkv.patch(build(), "momentkv", small(), evict_every=3))
-    caches = [model(ids).past_key_values for model in (whole, parts)]
-    for _ in range(4):
-        for model, cache in zip((whole, parts), caches):
-            model(ids[:, :1], past_key_values=cache)
-    for layer in range(2):
-        pairs = zip(*(cache.layers[layer].state.named_tensors() for cache in caches))
-        assert all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in pairs)
 
 
 def test_two_devices_are_not_static_unless_told():

@@ -13,7 +13,7 @@ from .toy import MODEL_DIR, generate, load
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 SMALL = {
-    "long_document": ["--length", "400", "--budget", "128"],
+    "long_document": ["--length", "400", "--budget", "128", "--words", "4"],
     "custom_policy": "--length 256 --texts 2 --budget 64 --words 4 --against manifold,random".split(),
 }
 

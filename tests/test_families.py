@@ -51,7 +51,6 @@ def listed(name):
 FEW = ("whole", "blocks", "turns", "copies", "saved")
 MORE = """
 qwen3_next phi3 lfm2 gpt2 gpt_neox llama4_text gemma4_text:shared-keys mllama:cross-attention bailing_hybrid
-longcat_flash
 """.split()
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import fastkv
 from fastkv.policies import ALL
 
 from . import mutations
@@ -232,12 +231,6 @@ def public_definitions(node):
 def test_every_public_function_is_documented(path):
     missing = [node.name for node in public_definitions(ast.parse(path.read_text())) if not ast.get_docstring(node)]
     assert not missing
-
-
-def test_public_names():
-    for name in ("patch", "unpatch", "patched", "Budget", "FastKVCache", "FastKVError", "policies", "reference", "ops"):
-        assert hasattr(fastkv, name)
-    assert fastkv.policies.names()[0] == "momentkv"
 
 
 IMPORT_PROBE = """

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import fastkv
-from fastkv import Budget, FastKVAttention, FastKVError
+from fastkv import Budget, FastKVAttention
 from fastkv.calibration.fits import QueryCalibration, VectorMap
 from fastkv.integrations.transformers import rotations
 from fastkv.integrations.transformers.layer import FastKVLayer
@@ -19,7 +19,7 @@ from fastkv.rotary import Rotary
 
 from .models import build, generate, policy, prompt, small
 from .pairwise import covering, each, named
-from .test_refusals import sentence
+from .test_refusals import raises
 
 B, HQ, HKV, D = 2, 4, 2, 16
 TOKENS, EVERY = 20, 5
@@ -422,19 +422,14 @@ MAKE = {
 @pytest.mark.parametrize("case", MAKE)
 def test_refused_when_made(case):
     make, expected = MAKE[case]
-    with pytest.raises(FastKVError, match=expected) as error:
-        make()
-    sentence(error)
+    raises(expected, make)
 
 
 def test_refused_when_called():
     module = fresh()
-    with pytest.raises(FastKVError, match="is empty; run it"):
-        module.stored()
-    with pytest.raises(FastKVError, match=r"follows the first prompt"):
-        fresh("keydiff", small(tokens=None, keep=0.5)).allocate(1)
-    with pytest.raises(FastKVError, match="give at least"):
-        fresh("keydiff", small(tokens=None, bytes=100))(*tokens(9))
+    raises("is empty; run it", module.stored)
+    raises("follows the first prompt", fresh("keydiff", small(tokens=None, keep=0.5)).allocate, 1)
+    raises("give at least", fresh("keydiff", small(tokens=None, bytes=100)), *tokens(9))
     q, k, v = tokens(30)
     module(q, k, v)
     calls = {
@@ -447,11 +442,9 @@ def test_refused_when_called():
         "needs at least one new token": (q[:, :, :0], k[:, :, :0], v[:, :, :0]),
     }
     for expected, arguments in calls.items():
-        with pytest.raises(FastKVError, match=expected) as error:
-            module(*arguments)
-        sentence(error)
-    with pytest.raises(FastKVError, match="slots were saved"):
-        fresh("keydiff", small(tokens=21), evict_every=4).load_state_dict(module.state_dict())
+        raises(expected, module, *arguments)
+    other = fresh("keydiff", small(tokens=21), evict_every=4)
+    raises("slots were saved", other.load_state_dict, module.state_dict())
 
 
 class Alike(Policy):
