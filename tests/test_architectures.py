@@ -20,7 +20,6 @@ from fastkv.integrations.transformers.layer import FastKVLayer, HybridLayer
 
 from .families import tiny as families_of_tests
 from .models import build, generate, prompt
-from .test_no_sync import Crossings, to_device_without_data
 
 ROOM, SMALL = Budget(tokens=500), Budget(tokens=20, sinks=2, recent=4)
 SHARED = "gemma3n_text:shared-keys", "gemma4_text:shared-keys"  # layers that attend to the keys of earlier ones
@@ -78,27 +77,6 @@ def test_captured_steps(name, empty):
     for _ in range(5):
         tokens.append(step(tokens[-1]).argmax(-1, keepdim=True))
     assert torch.equal(torch.cat(tokens, 1), expected)
-
-
-@pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
-@torch.no_grad()
-def test_a_step_neither_waits_nor_copies(name):
-    """On a device without data, whose mask nobody can look at."""
-    model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
-    fastkv.patch(model, budget=SMALL, evict_every=3, static=True)
-    cache = FastKVCache(model)
-    model(ids, attention_mask=mask, past_key_values=cache)
-    model(ids[:, :1], past_key_values=cache)
-    to_device_without_data(model, cache)
-    for layer in cache.layers:
-        for _, holder, place in stock.places(layer):
-            holder[place] = holder[place].to("meta")
-    for num in range(42, 46):
-        cache.known_mask = torch.ones(2, num, dtype=torch.long, device="meta")
-        token = torch.zeros(2, 1, dtype=torch.long, device="meta")
-        with Crossings() as crossings:
-            model(token, attention_mask=cache.known_mask, past_key_values=cache)
-        assert not crossings.found
 
 
 # What is found.

@@ -118,36 +118,6 @@ def test_padding_on_the_right(name, mode, tmp_path):
     assert_alone(model, batch, mask, ids[40:64].view(3, 8))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
-def test_other_families_too(name, tmp_path):
-    """Sliding-window layers beside compressed ones; norms on queries and keys."""
-    model, ids = distinct(name)
-    patch(model, "momentkv", tmp_path, "whole")
-    batch, mask = rows_of(ids, LENGTHS, 40)
-    full = roll(model, batch, mask, ids[40:64].view(3, 8))[0]
-    for row, length in enumerate(LENGTHS):
-        alone, more = ids[row : row + length][None], ids[40 + 8 * row : 48 + 8 * row][None]
-        torch.testing.assert_close(full[row], roll(model, alone, torch.ones_like(alone), more)[0][0], atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize(
-    "name,mode", covering(NAMES, ["blocks", "adaptive"], together=1, where=go_together, slow=FOLLOWERS)
-)
-def test_an_empty_row_touches_nobody(name, mode, tmp_path):
-    """A row that is padding and nothing else stays finite, and the others are as they are without it."""
-    model, ids = distinct()
-    if not patch(model, name, tmp_path, mode):
-        return
-    batch, mask = rows_of(ids, (40, 0), 40)
-    got, cache = roll(model, batch, mask, ids[40:52].view(2, 6))
-    alone, own = roll(model, batch[:1], mask[:1], ids[40:46][None])
-    assert torch.isfinite(got).all()
-    torch.testing.assert_close(got[0], alone[0], atol=1e-4, rtol=0)
-    for layer in range(4):
-        assert held(cache, layer, 0) == held(own, layer, 0)
-        assert ((cache.stored(layer) + cache.moments(layer).count)[1] == 6).all(), "what was generated counts"
-
-
 @pytest.mark.parametrize("mode", ["whole", "adaptive"])
 def test_rows_that_end_early(mode, tmp_path):
     """Rows that reach the end token are filled up with padding; the others go on as they would alone."""

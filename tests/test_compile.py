@@ -138,7 +138,7 @@ def test_generate_compiles_by_itself(name):
     assert "create_masks_for_generate" not in model.__dict__
 
 
-@pytest.mark.parametrize("name,base,block", [("llama", "sdpa", 13), ("gemma3", "sdpa", None), ("gemma2", "eager", 13)])
+@pytest.mark.parametrize("name,base,block", [("gemma3", "sdpa", None), ("gemma2", "eager", 13)])
 @torch.no_grad()
 def test_static_changes_no_token(name, base, block):
     """Padding, beams, a second turn over a ring that has wrapped, and rows that are chosen."""
@@ -158,29 +158,6 @@ def test_static_changes_no_token(name, base, block):
         found.append((second, third, generate(model, ids, mask, new=8, num_beams=2)))
     for plain, fixed in zip(*found):
         assert torch.equal(plain, fixed)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@torch.no_grad()
-def test_addresses_stay(name):
-    """Over steps, evictions, a second turn and a reset: what a graph was captured with is what the next prompt uses."""
-    model = build(name)
-    ids, _ = prompt(2, 30, (0, 0))
-    fastkv.patch(model, "keydiff", small(), evict_every=EVERY, static=True)
-    cache = model(ids).past_key_values
-
-    def addresses():
-        return [tensor.data_ptr() for layer in cache.layers for tensor in layer.changed()]
-
-    before = addresses()
-    want = decode(model, model, cache, ids[:, -1:], 20, 30)
-    assert addresses() == before
-    model(ids, past_key_values=cache)
-    assert addresses() == before
-    cache.reset()
-    model(ids, past_key_values=cache)
-    assert addresses() == before
-    assert torch.equal(decode(model, model, cache, ids[:, -1:], 20, 30), want)
 
 
 @torch.no_grad()

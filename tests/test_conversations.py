@@ -5,9 +5,9 @@ import torch
 
 import fastkv
 
-from .models import account, build, compressed_layers, generate, held, policy, prompt
+from .models import account, build, compressed_layers, policy, prompt
 from .pairwise import FOLLOWERS, covering
-from .test_batches import NAMES, POLICIES, distinct
+from .test_batches import NAMES, POLICIES
 from .test_vector_cache import mapping
 
 TOKENS, EVERY, SYSTEM = 20, 4, 6
@@ -78,47 +78,3 @@ def test_64_short_turns_are_one_long_prompt(name, tmp_path):
             assert torch.equal(turns.moments(layer).count, at_once.moments(layer).count)
             assert turns.slots(layer) == at_once.slots(layer)
         assert turns.nbytes() == at_once.nbytes()
-
-
-def test_what_is_evicted_over_turns_is_what_the_moments_hold():
-    """The moments after 64 turns are those, in float64, of exactly the tokens that are not stored any more."""
-    model, _ = distinct()
-    ids = torch.cat([prompt(1, 50, (0,), seed=seed)[0] for seed in range(4)], 1)[:, :192]
-    stock = model(ids[:, :3]).past_key_values
-    for start in range(3, 192, 3):
-        model(ids[:, start : start + 3], past_key_values=stock)
-    fastkv.patch(model, "keydiff", fastkv.Budget(tokens=TOKENS, sinks=SYSTEM, recent=3), correction="moments")
-    cache = fastkv.FastKVCache(model)
-    for start in range(0, 192, 3):
-        model(ids[:, start : start + 3], past_key_values=cache)
-    for head, (kept,) in enumerate(held(cache, 0, 0)):
-        gone = sorted(set(range(192)) - kept)
-        keys, values = (one[0, head, gone].double() for one in (stock.layers[0].keys, stock.layers[0].values))
-        moments = cache.moments(0)
-        assert int(moments.count[0, head]) == len(gone) == 192 - TOKENS
-        torch.testing.assert_close(moments.key_mean[0, head].double(), keys.mean(0), atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(moments.value_mean[0, head].double(), values.mean(0), atol=1e-5, rtol=1e-5)
-        cross = (keys - keys.mean(0)).T @ (values - values.mean(0))
-        torch.testing.assert_close(moments.cross[0, head].double(), cross, atol=1e-4, rtol=1e-5)
-
-
-@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_conversation_through_generate(name, block):
-    """Question and answer in turn, batched: each row goes on as it does alone, within the bound."""
-    model = build(name)
-    fastkv.patch(model, "momentkv", fastkv.Budget(tokens=TOKENS, sinks=SYSTEM, recent=3), prefill_block=block)
-    questions = [prompt(2, size, (0, 0), seed=size)[0] for size in (19, 3, 30)]
-
-    def talk(rows):
-        cache, text = fastkv.FastKVCache(model), torch.empty(len(questions[0][rows]), 0, dtype=torch.long)
-        for question in questions:
-            text = torch.cat([text, question[rows]], 1)
-            text = generate(model, text, torch.ones_like(text), new=6, past_key_values=cache)
-            check(cache, text.shape[1] - 1)
-        return text
-
-    together = talk(slice(0, 2))
-    assert together.shape[1] == 19 + 3 + 30 + 3 * 6
-    for row in range(2):
-        assert torch.equal(talk(slice(row, row + 1))[0], together[row])

@@ -1,6 +1,5 @@
 """Prompts that are compressed only after all layers have read them: KVzip and Budget(quality=...)."""
 
-import json
 import math
 
 import pytest
@@ -10,10 +9,10 @@ import fastkv
 from fastkv import ops
 from fastkv.calibration import quality
 from fastkv.calibration.files import describe, fingerprint
-from fastkv.errors import FastKVError
 
 from .models import build, generate, prompt
 from .test_policy_matrix import EVERY, TOKENS, small
+from .test_refusals import raises
 
 
 def curve(model, policy, alpha=0.5, beta=-3.0):
@@ -112,26 +111,21 @@ def test_quality_of_one_keeps_everything_and_less_keeps_less(tmp_path):
 
 def test_refusals(tmp_path):
     model = build()
-    path = tmp_path / "context.json"
+    path, foreign = tmp_path / "context.json", tmp_path / "foreign.json"
     quality.save(path, [curve(model, "snapkv")])
+    foreign.write_text(path.read_text().replace(fingerprint(model.config), "0" * 16))
 
-    def refused(match, policy="snapkv", options=None, **given):
-        budget = fastkv.Budget(quality=0.9, **({"calibration": path} | given))
-        with pytest.raises(FastKVError, match=match):
-            fastkv.patch(model, policy, budget, **(options or {}))
+    def refuse(match, policy="snapkv", calibration=path, **options):
+        raises(match, fastkv.patch, model, policy, fastkv.Budget(quality=0.9, calibration=calibration), **options)
         assert "_fastkv_config" not in model.__dict__
 
-    refused(r"no context\.json where the model was loaded from", calibration=None)
-    refused("needs the whole context", options={"prefill_block": 16})
-    refused("keydiff", policy="keydiff")
-    refused("there is no calibration file", calibration=tmp_path / "missing.json")
-    with pytest.raises(FastKVError, match="is for quality"):
-        fastkv.Budget(tokens=10, calibration=path)
-    foreign = json.loads(path.read_text())
-    (tmp_path / "foreign.json").write_text(json.dumps(foreign).replace(fingerprint(model.config), "0" * 16))
-    refused("model", calibration=tmp_path / "foreign.json")
-    with pytest.raises(FastKVError, match="has no output embeddings"):
-        fastkv.patch(model.model, "snapkv", fastkv.Budget(quality=0.9, calibration=path))
+    refuse(r"no context\.json where the model was loaded from", calibration=None)
+    refuse("needs the whole context", prefill_block=16)
+    refuse("keydiff", policy="keydiff")
+    refuse("there is no calibration file", calibration=tmp_path / "missing.json")
+    refuse("model", calibration=foreign)
+    raises("is for quality", fastkv.Budget, tokens=10, calibration=path)
+    budget = fastkv.Budget(quality=0.9, calibration=path)
+    raises("has no output embeddings", fastkv.patch, model.model, "snapkv", budget)
     fastkv.patch(model, "kvzip", small())
-    with pytest.raises(FastKVError, match="decode without an assistant"):
-        generate(model, prompt(1, 20, (0,))[0], assistant_model=build())
+    raises("decode without an assistant", generate, model, prompt(1, 20, (0,))[0], assistant_model=build())

@@ -83,12 +83,6 @@ def test_questions_of_several_lengths_to_a_text_of_ones_own(folder, capsys):
     assert both == alone and both[0].strip() == sample.answers[0]
 
 
-def test_a_policy_of_ones_own_with_a_model_from_a_folder(folder, capsys):
-    (folder / "prompt.txt").write_text(generate("facts", 256, 0).context)
-    given = ["--model", str(folder), "--prompt", str(folder / "prompt.txt"), "--budget", "128", "--against", "knorm"]
-    assert list(main_of("custom_policy")(given)) == ["far-and-long", "knorm"]
-
-
 @pytest.mark.real
 @pytest.mark.calibrated
 def test_the_notebook_runs():

@@ -5,7 +5,6 @@ Budgets hold everything unless a test says otherwise, so that logits have to be 
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import fastkv
 from fastkv import reference
@@ -42,22 +41,6 @@ def test_a_prompt_with_an_image_or_a_sound_is_read_as_by_the_stock_model(name, b
     patch(model, prefill_block=block)
     close(model(**given).logits, want)
     close(generated(model, given)[0], steps)
-
-
-@pytest.mark.parametrize("name, block", covering(SEE, [None, 8], together=1))
-def test_an_image_in_a_second_turn(name, block):
-    """Through generate, which is given the tokens of both turns and the pixels that are new."""
-    model, first = build(name), told(name, text(20, 3))
-
-    def turns(cache):
-        _, out = generated(model, first, past_key_values=cache)
-        own, given = medium(name)
-        both = told(name, out.sequences, text(9, 4), own, text(11, 5)) | given
-        return generated(model, both, past_key_values=out.past_key_values)[0]
-
-    want = turns(DynamicCache(config=model.config))
-    patch(model, prefill_block=block)
-    close(turns(fastkv.FastKVCache(model)), want)
 
 
 @pytest.mark.parametrize("name, block", covering(SEE, [None, 8], together=1))
@@ -153,18 +136,6 @@ def test_a_prepared_mask_cannot_be_cut(name):
     assert model(**given | {"attention_mask": prepared, "position_ids": positions}).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("name, block", [("gemma3", 8), ("qwen3_vl", None)])
-def test_hidden_states_and_the_last_rows_only(name, block):
-    model, given = build(name), prompt(name)
-    want = model(**given, output_hidden_states=True)
-    patch(model, prefill_block=block)
-    got = model(**given, output_hidden_states=True)
-    assert len(got.hidden_states) == len(want.hidden_states)
-    for mine, theirs in zip(got.hidden_states, want.hidden_states):
-        close(mine, theirs)
-    close(model(**given, logits_to_keep=1).logits, want.logits[:, -1:])
-
-
 @pytest.mark.parametrize("block", [None, 8])
 def test_a_base_model_that_lengthens_its_prompt(block):
     """Qwen2-Audio makes one placeholder as long as its sound, and a mask to match."""
@@ -209,18 +180,6 @@ def test_kvzip_reads_images_again(name):
     if places is not None:
         assert int(places_again.min()) == int(places.max()) + 1
     assert generated(model, given)[0].isfinite().all()
-
-
-@pytest.mark.parametrize("name, block", covering([*SEE, *HEAR], [None, 8], together=1))
-def test_small_budgets_evict(name, block):
-    model, given = build(name), prompt(name)
-    patch(model, SMALL, prefill_block=block)
-    logits, out = generated(model, given, new=9)
-    assert logits.isfinite().all()
-    cache = out.past_key_values
-    layer = next(i for i, one in enumerate(cache.layers) if hasattr(one, "state"))
-    assert int(cache.stored(layer).max()) < 16 + 4
-    assert (cache.stored(layer) + cache.moments(layer).count == given["input_ids"].shape[1] + 8).all()
 
 
 # Positions in three dimensions.

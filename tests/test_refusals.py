@@ -93,6 +93,7 @@ HYPER = {
     "window": (("keydiff", {"sliding_window": 1.2}), "share in"),
     "pool": (("snapkv", {"pool": 4}), "odd width"),
     "chunk": (("momentkv", {"chunk": 0}), "chunk must be an integer of at least 1"),
+    "rounds": (("momentkv", {"rounds": 0}), "momentkv: rounds must be an integer of at least 1"),
 }
 
 

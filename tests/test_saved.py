@@ -20,7 +20,7 @@ from fastkv.integrations.transformers import serialization as saved
 from fastkv.parallel import Parallel
 
 from .conftest import examples
-from .models import build, compressed_layers, generate, policy, prompt
+from .models import ROLLS_BACK, build, compressed_layers, generate, policy, prompt
 from .pairwise import each
 from .processes import run
 from .test_policy_matrix import EVERY, NAMES, small
@@ -166,28 +166,15 @@ def test_kernels_and_reference_read_each_others_files(tmp_path):
                 assert (tmp_path / "again").read_bytes() == files[read_by].read_bytes()
 
 
-def test_after_assisted_decoding(tmp_path):
-    """The cache then expects roll-backs; so does the one that was read, and what awaits one is not saved."""
+def test_what_may_still_be_rolled_back_is_not_saved(tmp_path):
     model = fastkv.patch(build("gemma3"), "keydiff", small(), evict_every=EVERY)
-    ids, _ = prompt(1, 50, (0,))
     cache = FastKVCache(model)
-    if not hasattr(cache, "activate_past_recording"):  # transformers < 5.14, where patch refuses assisted decoding
+    if not ROLLS_BACK:  # patch refuses assisted decoding
         return
     cache.activate_past_recording()
-    model(ids, past_key_values=cache)
+    model(prompt(1, 50, (0,))[0], past_key_values=cache)
     with pytest.raises(FastKVError, match=r"may still be rolled back.*cache\.crop\(0\)"):
         cache.save(tmp_path / "cache")
-    twin = cache.clone()
-    cache.crop(0)
-    cache.save(tmp_path / "cache")
-    again = FastKVCache.load(tmp_path / "cache", model)
-    for one in (cache, twin, again):
-        one.crop(0)
-        model(ids[:, :9], past_key_values=one)
-        one.crop(-4)
-        assert one.get_seq_length() == 55
-    assert_same(contents(again), contents(cache))
-    assert_same(contents(twin), contents(cache))
 
 
 def test_rows_may_be_chosen_before_saving(tmp_path):

@@ -1,7 +1,5 @@
 """What a model shows of itself: how its layers turn their keys, for tiny models that do it in all known ways."""
 
-import warnings
-
 import pytest
 import torch
 from transformers import DynamicCache
@@ -277,16 +275,6 @@ def test_an_untested_model_that_disagrees_is_refused(attention, why, patched):
     assert ("_fastkv_config" in vars(model)) == patched
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TURNING if kind != "llama"])
-def test_models_of_all_turns_can_be_compressed(kind):
-    """Untested ones agree; Compactor chooses in all of them, also where the encoder has an embedding of its own."""
-    model = tiny(kind)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        fastkv.patch(model, "compactor", fastkv.Budget(tokens=20, sinks=2, recent=4))
-    assert generate(model, *prompt()).shape == (3, 62)
-
-
 @pytest.mark.parametrize("kind, turned", [("ernie4_5", "16 turned as neighbours"), ("glm4", "8 turned as neighbours")])
 def test_vector_refuses_what_its_kernels_do_not_turn(kind, turned):
     model = tiny(kind)
@@ -305,13 +293,6 @@ def test_vector_has_tables_for_each_way_of_turning():
     sines = [cache.layers[layer].state.recovery.sin for layer in range(LAYERS)]
     assert sines[0] is sines[2] and sines[1] is sines[3]
     assert sines[0].any() and not sines[1].any() and sines[1].shape[1] == D // 2
-
-
-@pytest.mark.parametrize("kind, own", [("gemma3n_text:shared-keys", [1]), ("gemma4_text:shared-keys", [0, 2])])
-def test_layers_that_share_keys_undo_the_rotation_once(kind, own):
-    model = fastkv.patch(tiny(kind), "compactor", small())
-    assert list(model._fastkv_config.rotations) == own
-    assert generate(model, *prompt()).shape == (3, 62)
 
 
 class OneByOne(Shrinking):
@@ -333,8 +314,3 @@ def test_a_model_that_goes_on_for_single_tokens_only_says_what_it_said():
         fastkv.patch(model, "keydiff", 64, prefill_block=16)
     with pytest.warns(UserWarning, match="unheard_of"):
         fastkv.patch(model, "keydiff", 64)
-
-
-def test_models_that_read_prompts_whole_are_not_asked_for_blocks():
-    model = fastkv.patch(tiny("jamba"), "compactor", small())
-    assert not any(rotary.frequencies.any() for rotary in model._fastkv_config.rotations.values())

@@ -193,17 +193,6 @@ def prepared_masks_can_be_a_dict():
     return torch.allclose(got.logits, model(ids, use_cache=False).logits, atol=1e-5)
 
 
-@assumed("forward.py", "generate no longer asks create_masks_for_generate, by keyword, for its masks")
-def generate_prepares_masks_by_keyword():
-    from transformers.generation.utils import GenerationMixin
-    from transformers.masking_utils import create_masks_for_generate
-
-    source = inspect.getsource(GenerationMixin.prepare_inputs_for_generation)
-    called = 'getattr(self, "create_masks_for_generate", create_masks_for_generate)' in source
-    wanted = {"config", "inputs_embeds", "attention_mask", CACHE}
-    return called and wanted <= set(names(create_masks_for_generate)) and f"{CACHE}=model_inputs.get" in source
-
-
 # generate.
 
 
@@ -224,15 +213,6 @@ def generate_asks_for_a_cache():
 
 
 # Models.
-
-
-@assumed("forward.py", "the arguments or results of a base model's forward have other names")
-def base_models_take_and_return_what_they_did():
-    wanted = {"input_ids", "attention_mask", "position_ids", CACHE, "inputs_embeds", "use_cache"}
-    model, (ids, _) = build(), prompt(1, 8, (0,))
-    out = model.base_model(input_ids=ids)
-    known = all(wanted <= set(names(build(name, "eager").base_model.forward)) for name in FAMILIES)
-    return known and out.last_hidden_state.shape[:2] == (1, 8) and out[CACHE].get_seq_length() == 8
 
 
 @assumed("forward.py", "the base model of Gemma 3 no longer makes its decoder's masks, as a dict")
@@ -267,27 +247,6 @@ def offsets_of_positions_are_kept_where_they_were():
     # An image of 4 x 4 tokens takes 4 positions.
     kept = model.base_model.rope_deltas.tolist() == [[4 - 16]]
     return kept and names(type(model)._prepare_position_ids_for_generation)[1:] == ["inputs_tensor", "model_kwargs"]
-
-
-@assumed(
-    "modules.py",
-    "attention modules no longer have an integer layer_idx and go through ALL_ATTENTION_FUNCTIONS in get_decoder()",
-)
-def attention_modules_are_where_they_were():
-    from fastkv.integrations.transformers import modules
-
-    for name in FAMILIES:
-        found = modules.attentions(build(name, "eager"))
-        sizes = {(one.groups, one.key_dim, one.value_dim) for one in map(modules.Sizes.of, found.values())}
-        if (
-            list(found) != [0, 1, 2, 3]
-            or sizes != {(2, 16, 16)}
-            or not all(hasattr(m, "config") for m in found.values())
-        ):
-            return False
-        if any(modules.output_projection(m, 16).shape != (48, 4, 16) for m in found.values()):
-            return False
-    return True
 
 
 @assumed("attention.py", "the attention interface is called with other arguments, or drops keywords")

@@ -108,18 +108,6 @@ def pages(model, number):
     return 2**24 // llm.llm_engine.vllm_config.cache_config.num_gpu_blocks * number + 1024
 
 
-def test_a_preempted_request_goes_on_from_what_it_left(model):
-    traffic = Traffic(start(model, settings()))
-    traffic.ask("0", BEGINNING, NUM)
-    traffic.turn(12)
-    scheduler, request = traffic.scheduler, traffic.scheduler.running[0]
-    done = len(traffic.answers["0"])
-    scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
-    traffic.turn()
-    assert request.num_computed_tokens == len(BEGINNING) and done > 3  # not all was read again
-    assert traffic.finish()["0"] == alone(model).answer(BEGINNING, NUM)
-
-
 def test_a_prefix_is_only_found_with_its_salt(model):
     traffic, expected = Traffic(start(model, settings())), alone(model).answer(BEGINNING, NUM)
     for name, salt, cached in [
@@ -128,27 +116,6 @@ def test_a_prefix_is_only_found_with_its_salt(model):
     ]:  # fmt: skip
         assert traffic.answered(name, BEGINNING, NUM, salt=salt) == expected
         assert traffic.cached[name] == cached * BLOCK, name
-
-
-def test_a_request_that_wants_all_of_its_prompt_computed(model):
-    """vLLM computes a prompt whose tokens' probabilities are asked for."""
-    traffic = Traffic(start(model, settings()))
-    traffic.answered("0", BEGINNING, NUM)
-    traffic.answered("1", BEGINNING, NUM, skip_reading_prefix_cache=True)
-    assert traffic.cached == {"0": 0, "1": 0}
-
-
-def test_requests_that_arrive_together_read_their_beginning_once_each(model):
-    """One that comes a step later takes what the others left by then, straight from their pages."""
-    traffic, expected = Traffic(start(model, settings())), alone(model)
-    asked = {f"{i}": branch(2, 50, i) for i in range(3)}
-    traffic.ask("0", asked["0"], NUM)
-    traffic.ask("1", asked["1"], NUM)
-    traffic.turn()
-    traffic.ask("2", asked["2"], NUM)
-    answers = traffic.finish()
-    assert answers == {name: expected.answer(tokens, NUM) for name, tokens in asked.items()}
-    assert traffic.cached == {"0": 0, "1": 0, "2": BLOCK}
 
 
 def test_vllm_counts_what_is_found(model):
