@@ -40,7 +40,6 @@ INTEGRATION = (
     "compile",
     "saved",
     "batches",
-    "conversations",
     "interruption",
     "devices",
     "families",

@@ -34,8 +34,7 @@ def tiny(name):
 
 
 def logits(model, ids, mask, **options):
-    with torch.no_grad():
-        return model(ids, attention_mask=mask, **options).logits
+    return model(ids, attention_mask=mask, **options).logits
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", *SHARED])

@@ -77,7 +77,6 @@ def compiled(name, policy, options, static):
 
 
 @pytest.mark.parametrize("name,policy,options", kinds(3, 6, 7, 8, 9))
-@torch.no_grad()
 def test_a_static_step_is_two_graphs_of_tensors(name, policy, options):
     """One where every step evicts."""
     model, ids, want, step, graphs = compiled(name, policy, options, static=True)
@@ -90,7 +89,6 @@ def test_a_static_step_is_two_graphs_of_tensors(name, policy, options):
 
 
 @pytest.mark.parametrize("name,policy,options", kinds(1, 4))
-@torch.no_grad()
 def test_other_caches_compile_too(name, policy, options):
     model, ids, want, step, graphs = compiled(name, policy, options, static=False)
     for num in (9, 12):  # the second time with another cache, and longer
@@ -105,7 +103,6 @@ def test_other_caches_compile_too(name, policy, options):
 @pytest.mark.parametrize(
     "static, options", [(False, {}), (True, {}), (True, {"freezing": True, "combo_kernels": True})]
 )
-@torch.no_grad()
 def test_inductor_compiles_the_step(static, options):
     torch._dynamo.reset()
     model = build(num_hidden_layers=2)
@@ -139,7 +136,6 @@ def test_generate_compiles_by_itself(name):
 
 
 @pytest.mark.parametrize("name,base,block", [("gemma3", "sdpa", None), ("gemma2", "eager", 13)])
-@torch.no_grad()
 def test_static_changes_no_token(name, base, block):
     """Padding, beams, a second turn over a ring that has wrapped, and rows that are chosen."""
     model = build(name, base)
@@ -160,7 +156,6 @@ def test_static_changes_no_token(name, base, block):
         assert torch.equal(plain, fixed)
 
 
-@torch.no_grad()
 def test_saving_leaves_a_padded_ring_as_it_is(tmp_path):
     """What was padding stays padding, here and, once the loaded cache is told, there."""
     model = build("gemma3")
@@ -196,7 +191,6 @@ def test_refusals():
 
 
 @pytest.mark.parametrize("name, every", [("llama", 1), ("gemma3", EVERY)])
-@torch.no_grad()
 def test_a_captured_step_continues_prompts(name, every):
     model = build(name)
     ids, mask = prompt()
@@ -220,7 +214,6 @@ def test_a_captured_step_continues_prompts(name, every):
         cache.reset()
 
 
-@torch.no_grad()
 def test_capturing_leaves_a_cache_as_it_was():
     model = build()
     ids, _ = prompt(2, 30, (0, 0))
@@ -236,7 +229,6 @@ def test_capturing_leaves_a_cache_as_it_was():
     torch.testing.assert_close(torch.stack(got, 1), want, atol=1e-5, rtol=0)
 
 
-@torch.no_grad()
 def test_captured_steps_refuse_what_they_cannot():
     model = build()
     ids, _ = prompt(2, 30, (0, 0))

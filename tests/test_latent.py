@@ -1,7 +1,5 @@
 """Latent attention (MLA): the cache keeps one head of latents, and attention over them is the model's own."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -30,8 +28,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def logits(model, ids, mask, **options):
-    with torch.no_grad():
-        return model(ids, attention_mask=mask, **options).logits
+    return model(ids, attention_mask=mask, **options).logits
 
 
 POLICIES = ["momentkv", "keydiff", "compactor", "h2o", "tova", "kvzip", "fastkv"]
@@ -61,7 +58,6 @@ def test_policies_and_corrections(name, correction):
             assert torch.equal(state.parts.count.sum(-1), state.moments.count.float())
 
 
-@torch.no_grad()
 def test_slots_and_moments_are_of_the_latents_that_transformers_caches():
     model, (ids, _) = build("deepseek_v3"), prompt(1, 50, (0,))
     stock = DynamicCache(config=model.config)
@@ -81,7 +77,6 @@ def test_slots_and_moments_are_of_the_latents_that_transformers_caches():
         torch.testing.assert_close(state.moments.cross, wanted.cross, atol=1e-4, rtol=1e-4)
 
 
-@torch.no_grad()
 def test_a_token_costs_its_latent_once():
     model, (ids, _) = build("deepseek_v3"), prompt(1, 50, (0,))
     sizes = []
@@ -99,7 +94,6 @@ def test_a_token_costs_its_latent_once():
     assert equal.bytes == 4 * (slots + counts)
 
 
-@torch.no_grad()
 def test_absorption_is_the_same_attention():
     module = build("deepseek_v3").double().model.layers[0].self_attn
     generator = torch.Generator().manual_seed(0)
@@ -112,16 +106,6 @@ def test_absorption_is_the_same_attention():
     torch.testing.assert_close(latent.lifted(module, out), wanted, atol=1e-12, rtol=0)
     for found, expected in zip(latent.expanded(module, key, value), (keys, values)):
         assert torch.equal(found, expected)
-
-
-def test_copies_of_a_patched_model_expand_by_their_own_weights():
-    model, (ids, mask) = build("deepseek_v3"), prompt(2, 30, (0, 7))
-    fastkv.patch(model, budget=ROOM)
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for layer in twin.model.layers:
-            layer.self_attn.kv_b_proj.weight.mul_(2)
-    assert torch.equal(generate(twin, ids, mask), generate(fastkv.unpatch(copy.deepcopy(twin)), ids, mask))
 
 
 @pytest.mark.parametrize("correction", ["none", "moments", "centroids"])

@@ -52,7 +52,6 @@ def to_device_without_data(model, cache):
 
 
 @pytest.mark.parametrize("name,heads", covering(fastkv.policies.names(), ["uniform", "adaptive"], together=1))
-@torch.no_grad()
 def test_a_step_neither_waits_nor_copies(name, heads, tmp_path):
     chosen = policy(name, tmp_path)
     if heads == "adaptive" and not chosen.adaptive:
@@ -63,7 +62,6 @@ def test_a_step_neither_waits_nor_copies(name, heads, tmp_path):
 @pytest.mark.parametrize(
     "correction, heads", covering(["none", "mean", "moments", "centroids"], ["uniform", "adaptive"], together=1)
 )
-@torch.no_grad()
 def test_nor_with_any_correction(correction, heads):
     check("keydiff", correction, heads)
 
@@ -73,7 +71,6 @@ def test_nor_with_any_correction(correction, heads):
     [("vector", 1.0), ("vector+moments", [[0.9, 0.1], [0.2, 0.3], [0.8, 0.9], [0.4, 0.6]])],
     ids=["all", "some heads"],
 )
-@torch.no_grad()
 def test_nor_with_tokens_without_values(correction, r2):
     check("keydiff", correction, "uniform", r2)
 
@@ -98,7 +95,6 @@ def check(chosen, correction, heads, r2=None):
 
 
 @pytest.mark.parametrize("name,heads", covering(["keydiff", "momentkv", "h2o", "noncausal"], ["uniform", "adaptive"]))
-@torch.no_grad()
 def test_nor_do_pages(name, heads, monkeypatch):
     """Of a serving engine: when one is cleared, a prompt is read into it, and sequences decode and evict."""
     budget = fastkv.Budget(tokens=12, sinks=2, recent=4, heads=heads)

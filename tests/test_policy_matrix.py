@@ -58,6 +58,24 @@ def test_two_turns(name, block, tmp_path):
         assert int(cache.stored(0).max()) <= TOKENS + EVERY - 1
 
 
+@pytest.mark.parametrize("name", ["momentkv", "fastkv", "duoattention", "kvzip"])
+def test_32_short_turns_are_one_long_prompt(name, tmp_path):
+    """Three tokens a turn: as many stored, as many counted and as many bytes as if all had come at once."""
+    model, (ids, _), chosen = build(), prompt(1, 96, (0,)), policy(name, tmp_path)
+    fastkv.patch(model, chosen, small(), evict_every=EVERY)
+    turns = fastkv.FastKVCache(model)
+    for start in range(0, 96, 3):
+        model(ids[:, start : start + 3], past_key_values=turns, logits_to_keep=1)
+        account(turns, torch.tensor([start + 3]), sinks=2, recent=4)
+    for block in (None, 16) if name in IN_BLOCKS else (None,):
+        fastkv.patch(model, chosen, small(), evict_every=EVERY, prefill_block=block)
+        at_once = model(ids, logits_to_keep=1).past_key_values
+        for layer in range(4):
+            assert torch.equal(turns.stored(layer), at_once.stored(layer))
+            assert turns.slots(layer) == at_once.slots(layer)
+        assert turns.nbytes() == at_once.nbytes()
+
+
 CORRECTIONS = ["none", "mean", "moments", "centroids"]
 OTHERS = [name for name in NAMES if name != "momentkv"]  # whose scores need no moments
 

@@ -19,7 +19,6 @@ def stock(model, ids, mask=None):
     return model(ids, attention_mask=mask, use_cache=True).past_key_values
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
     "policy, options",
     covering(POLICIES, [{}, {"correction": "centroids"}, {"correction": "moments", "slots": "int8"}], together=1),
@@ -39,7 +38,6 @@ def test_it_is_what_reading_makes(policy, options):
     assert torch.equal(*(generate(model, more, new=9, past_key_values=one) for one in (made, read)))
 
 
-@torch.no_grad()
 def test_padding_and_adaptive_heads():
     model, (ids, mask) = build(), prompt(2, 60, (0, 19))
     cache = stock(model, ids, mask)
@@ -53,7 +51,6 @@ def test_padding_and_adaptive_heads():
             torch.testing.assert_close(mine.state.exact["keys"], theirs.state.exact["keys"])
 
 
-@torch.no_grad()
 def test_a_static_cache_and_bytes():
     """Of a cache with room for more, its tokens; the budget is of the prefix."""
     model, (ids, _) = build(num_hidden_layers=2), prompt(1, 200, (0,))
@@ -65,7 +62,6 @@ def test_a_static_cache_and_bytes():
     assert 0.8 * full / 2 < made.nbytes() <= full / 2
 
 
-@torch.no_grad()
 def test_refusals_change_nothing():
     model, (ids, _) = build(), prompt(1, 60, (0,))
     cache = stock(model, ids)

@@ -269,7 +269,6 @@ def rewritten(path, content, change=None, tensors=None):
     return path
 
 
-@torch.no_grad()
 def test_in_how_many_rounds_a_prompt_was_read_is_no_setting_of_its_cache(tmp_path):
     model, path = build(), tmp_path / "cache"
     fastkv.patch(model, policies.get("momentkv", rounds=3), small(), evict_every=EVERY)

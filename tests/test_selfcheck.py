@@ -64,7 +64,6 @@ def keys_before(model, ids):
 
 
 @KINDS
-@torch.no_grad()
 def test_keys_are_turned_back(kind):
     """In every layer, also at positions that the check has not looked at."""
     model, (interleaved, size, still) = tiny(kind), TURNING[kind]
