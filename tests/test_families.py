@@ -145,7 +145,8 @@ FOUND = [
 
 def test_a_page_says_what_was_found():
     found = lists.rows({one.name: one for one in FOUND})
-    text = lists.page(found)
+    text = lists.page(found, "# Models of transformers 4.9 that work\n\n## Tested\n")
+    assert text.startswith("# Models of transformers 5.0 that work\n\n## Tested\n\n")
     works = lists.table(text, "Tested")
     assert works["good"] == ["full attention", "sliding windows", "odd: odd \\| ones"]
     assert works["limited"][2] == "blocks: why; not<br>sdpa: no"
@@ -159,9 +160,10 @@ def test_a_page_says_what_was_found():
 
 
 def test_the_command_keeps_and_writes(tmp_path, monkeypatch, capsys):
-    code = tmp_path / "families.py"
+    code, page = tmp_path / "families.py", tmp_path / "models.md"
     code.write_text(lists.CODE.read_text())
-    monkeypatch.setattr(lists, "PAGE", tmp_path / "models.md")
+    page.write_text(PAGE)
+    monkeypatch.setattr(lists, "PAGE", page)
     monkeypatch.setattr(lists, "CODE", code)
     monkeypatch.setattr("tests.families.__main__.CHECKS", {})
     kept = ["--results", str(tmp_path / "kept.jsonl")]
@@ -169,7 +171,7 @@ def test_the_command_keeps_and_writes(tmp_path, monkeypatch, capsys):
     assert "1/3" in capsys.readouterr().out
     assert main(["--types", "llama,bloom", "--missing", "--write", *kept]) == 0
     assert "1/" not in capsys.readouterr().out
-    assert lists.table((tmp_path / "models.md").read_text(), "Tested").keys() == {"llama"}
+    assert lists.table(page.read_text(), "Tested").keys() == {"llama"}
     assert f'FOUND = {{\n    "{lists.summary(CHECKS)}": """llama""",\n}}\n' in code.read_text()
     assert code.read_text().partition(lists.END)[2] == lists.CODE.read_text().partition(lists.END)[2]
     main(["--list"])
