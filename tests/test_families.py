@@ -15,17 +15,8 @@ from .families.checks import CHECKS, Subject, difference
 from .families.examine import FAILS, REFUSED, UNBUILT, WORKS, Result, examine
 
 # One of each way to be special: nothing, windows and images, three-dimensional positions, states of linear attention
-# beside and within layers, shared keys, sinks, latents.
-OFTEN = [
-    "llama",
-    "gemma3",
-    "qwen2_vl",
-    "qwen3_5_text",
-    "falcon_h1",
-    "gemma3n_text:shared-keys",
-    "gpt_oss",
-    "deepseek_v3",
-]
+# within layers, shared keys, sinks, latents.
+OFTEN = "llama gemma3 qwen2_vl falcon_h1 gemma3n_text:shared-keys gpt_oss deepseek_v3".split()
 NAMES = """
 llama llama4 llama4_text mllama mllama:cross-attention mistral mistral:windows-only ministral ministral3 mistral3
 mixtral qwen2 qwen2_moe qwen2_vl qwen2_5_vl qwen3 qwen3_moe qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_vl
