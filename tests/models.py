@@ -154,6 +154,14 @@ def small(**options):
     return fastkv.Budget(**{"tokens": 20, "sinks": 2, "recent": 4, **options})
 
 
+def raises(message, call, *args, **options):
+    """The call raises FastKVError with one sentence that matches the message."""
+    with pytest.raises(fastkv.FastKVError, match=message) as error:
+        call(*args, **options)
+    text = str(error.value)
+    assert "\n" not in text and len(text) > 30, text
+
+
 def refused(message, call, *args, **options):
     """The call raises FastKVError with one sentence that holds the message, which is returned."""
     with pytest.raises(fastkv.FastKVError) as error:

@@ -19,7 +19,7 @@ from fastkv.integrations.transformers.forward import SLIDING_ROLLBACK
 from fastkv.integrations.transformers.layer import FastKVLayer, HybridLayer
 
 from .families import tiny as families_of_tests
-from .models import build, generate, prompt
+from .models import build, generate, prompt, raises
 
 ROOM, SMALL = Budget(tokens=500), Budget(tokens=20, sinks=2, recent=4)
 SHARED = "gemma3n_text:shared-keys", "gemma4_text:shared-keys"  # layers that attend to the keys of earlier ones
@@ -128,8 +128,7 @@ def test_only_the_decoder_is_looked_at():
 def test_two_modules_in_one_place():
     model = build()
     model.model.layers[0].add_module("again", build("qwen3").model.layers[0].self_attn)
-    with pytest.raises(FastKVError, match="layer 0 of LlamaForCausalLM has several attention modules"):
-        fastkv.patch(model)
+    raises("layer 0 of LlamaForCausalLM has several attention modules", fastkv.patch, model)
 
 
 def test_soft_caps_and_keywords():
@@ -145,8 +144,7 @@ def test_the_output_projection_has_many_names():
     for name, shape in (("gpt2", (64, 4, 16)), ("gpt_neox", (64, 4, 16)), ("phi3", (64, 4, 16))):
         module = modules.attentions(tiny(name))[0]
         assert modules.output_projection(module, shape[2]).shape == shape
-    with pytest.raises(FastKVError, match="expected one named o_proj, out_proj"):
-        modules.output_weight(nn.Linear(2, 2))
+    raises("expected one named o_proj, out_proj", modules.output_weight, nn.Linear(2, 2))
 
 
 # What is refused.
@@ -189,13 +187,11 @@ CACHES = "fastkv.integrations.transformers.cache.stock_layers"
 )
 def test_what_is_not_known(make, place, value, message, monkeypatch):
     monkeypatch.setattr(place, value)
-    with pytest.raises(FastKVError, match=message):
-        fastkv.patch(make())
+    raises(message, fastkv.patch, make())
 
 
 def test_chunks_are_no_ring():
-    with pytest.raises(FastKVError, match="static=True cannot hold layers that attend in chunks still"):
-        fastkv.patch(tiny("llama4_text"), static=True)
+    raises("static=True cannot hold layers that attend in chunks still", fastkv.patch, tiny("llama4_text"), static=True)
 
 
 @pytest.mark.parametrize("attribute, value, words", [("is_causal", False, "later tokens"), ("expand_kv", 1, "latents")])
@@ -204,8 +200,7 @@ def test_modules_that_behave_otherwise(attribute, value, words):
     module = model.model.layers[2].self_attn
     module.__class__ = type("Other", (type(module),), {attribute: value})
     vars(module).pop(attribute, None)
-    with pytest.raises(FastKVError, match=rf"layer 2 \(Other\) .*{words}"):
-        fastkv.patch(model)
+    raises(rf"layer 2 \(Other\) .*{words}", fastkv.patch, model)
 
 
 # Guards at run time. Each is one change to the forward of an attention module.
@@ -240,8 +235,7 @@ def test_one_call_of_attention_for_every_update():
     with pytest.raises(FastKVError, match="layer 1 attends to tokens that its cache was not given"):
         fastkv.integrations.transformers.attention.fastkv_attention(module, q, k, k, None, fastkv_layer=layer)
     layer.update(k, k)
-    with pytest.raises(FastKVError, match="layer 1 got more tokens before attention was called"):
-        layer.update(k, k)
+    raises("layer 1 got more tokens before attention was called", layer.update, k, k)
     cache.reset()
     model(ids, past_key_values=cache)
 
@@ -255,8 +249,7 @@ def test_padding_follows_the_2d_mask():
     least = torch.finfo(torch.float32).min
     hidden = torch.where(real[:, None, None] & seeing, 0.0, least)
     assert torch.equal(valid_tokens(hidden, None, 2, 3, torch.device("cpu")), real)
-    with pytest.raises(FastKVError, match="4-D attention mask over 3 keys"):
-        valid_tokens(seeing, real, 2, 2, torch.device("cpu"))
+    raises("4-D attention mask over 3 keys", valid_tokens, seeing, real, 2, 2, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("block", [None, 8])
@@ -314,11 +307,9 @@ def test_a_layer_evicts_after_its_last_reader():
 def test_readers_attend_once():
     layer, q = shared_layers(1)
     one = block(1, 5)
-    with pytest.raises(FastKVError, match="1 of 1 layers that share the keys of layer 0 did not attend"):
-        layer.step(*one[:3])
+    raises("1 of 1 layers that share the keys of layer 0 did not attend", layer.step, *one[:3])
     layer.attend_shared(q, HOW, lambda: q)
-    with pytest.raises(FastKVError, match="attend more often than once"):
-        layer.attend_shared(q, HOW, lambda: q)
+    raises("attend more often than once", layer.attend_shared, q, HOW, lambda: q)
     layer.reset()
     assert layer.left == 0
 

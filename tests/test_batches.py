@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import fastkv
-from fastkv import FastKVError, corrections
+from fastkv import corrections
 
-from .models import ROLLS_BACK, account, build, generate, held, policy, prompt
+from .models import ROLLS_BACK, account, build, generate, held, policy, prompt, raises
 from .pairwise import FOLLOWERS, covering
 from .test_vector_cache import mapping
 
@@ -167,8 +167,7 @@ def test_drafts_that_are_rejected_leave_no_trace(name, mode, tmp_path):
         return
     text = ids[:12].repeat(4)[None]
     if not ROLLS_BACK:
-        with pytest.raises(FastKVError, match="announces roll-backs"):
-            generate(model, text, new=12, prompt_lookup_num_tokens=3)
+        raises("announces roll-backs", generate, model, text, new=12, prompt_lookup_num_tokens=3)
         return
     out = generate(model, text, new=12, prompt_lookup_num_tokens=3, return_dict_in_generate=True)
     again = generate(model, text, new=12, prompt_lookup_num_tokens=3)

@@ -7,7 +7,7 @@ import fastkv
 from fastkv.integrations.transformers import stock
 from fastkv.integrations.transformers.attention import NAME
 
-from .models import COMBINATIONS, build, compressed_layers, generate, prompt, small
+from .models import COMBINATIONS, build, compressed_layers, generate, prompt, raises, small
 from .pairwise import covering
 
 TOKENS, EVERY = 20, 5
@@ -99,5 +99,4 @@ def test_reset_takes_a_new_batch_and_a_new_share():
     cache.reset()
     model(ids[:2, :30], past_key_values=cache)
     assert cache.stored(0).tolist() == [[15, 15]] * 2
-    with pytest.raises(fastkv.FastKVError, match="holds 2 sequences, got 1"):
-        model(ids[:1, :1], past_key_values=cache)
+    raises("holds 2 sequences, got 1", model, ids[:1, :1], past_key_values=cache)

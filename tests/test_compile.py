@@ -5,10 +5,9 @@ import torch
 from transformers import CompileConfig
 
 import fastkv
-from fastkv.errors import FastKVError
 
 from .families import tiny
-from .models import FAMILIES, LATENT, VOCAB, build, compressed_layers, generate, prompt, small
+from .models import FAMILIES, LATENT, VOCAB, build, compressed_layers, generate, prompt, raises, small
 from .pairwise import named
 from .test_vector_cache import mapping
 
@@ -168,8 +167,7 @@ def test_saving_leaves_a_padded_ring_as_it_is(tmp_path):
     cache.save(tmp_path / "cache")
     assert torch.equal(decode(model, model, cache, ids[:, :1], 9, 50), want)
     loaded = fastkv.FastKVCache.load(tmp_path / "cache", model)
-    with pytest.raises(FastKVError, match="sliding windows of a loaded cache do not know its padding"):
-        fastkv.capture_decode(model, loaded, 3)
+    raises("sliding windows of a loaded cache do not know its padding", fastkv.capture_decode, model, loaded, 3)
     assert loaded.is_compileable
     longer = torch.cat([mask, mask.new_ones(3, 1)], 1)
     out = model(ids[:, :1], attention_mask=longer, past_key_values=loaded, position_ids=torch.full((3, 1), 50))
@@ -179,12 +177,10 @@ def test_saving_leaves_a_padded_ring_as_it_is(tmp_path):
 
 def test_refusals():
     model = build()
-    with pytest.raises(FastKVError, match=r"static must be True, False or None .*got 1"):
-        fastkv.patch(model, static=1)
+    raises(r"static must be True, False or None .*got 1", fastkv.patch, model, static=1)
     gemma = build("gemma3")
     gemma.config._attn_implementation_internal = "flash_attention_2"
-    with pytest.raises(FastKVError, match="static=True with sliding-window layers"):
-        fastkv.patch(gemma, static=True)
+    raises("static=True with sliding-window layers", fastkv.patch, gemma, static=True)
 
 
 # Captured. On a CPU the same class runs the model; graphs themselves are checked on a GPU (perf/gpu/checks).
@@ -233,20 +229,14 @@ def test_captured_steps_refuse_what_they_cannot():
     model = build()
     ids, _ = prompt(2, 30, (0, 0))
     fastkv.patch(model, "momentkv", small(), static=False)
-    with pytest.raises(FastKVError, match="needs a cache that stays where it is"):
-        fastkv.capture_decode(model, fastkv.FastKVCache(model), 2)
+    raises("needs a cache that stays where it is", fastkv.capture_decode, model, fastkv.FastKVCache(model), 2)
     fastkv.patch(model, "momentkv", fastkv.Budget(keep=0.5, sinks=2, recent=4), static=True)
-    with pytest.raises(FastKVError, match="depends on its prompt, got an empty cache"):
-        fastkv.capture_decode(model, fastkv.FastKVCache(model), 2)
+    raises("depends on its prompt, got an empty cache", fastkv.capture_decode, model, fastkv.FastKVCache(model), 2)
     cache = model(ids).past_key_values
-    with pytest.raises(FastKVError, match="holds 2 sequences, got batch_size=3"):
-        fastkv.capture_decode(model, cache, 3)
+    raises("holds 2 sequences, got batch_size=3", fastkv.capture_decode, model, cache, 3)
     step = fastkv.capture_decode(model, cache, 2)
-    with pytest.raises(FastKVError, match=r"takes tokens \[2, 1\], got \[3, 1\]"):
-        step(torch.zeros(3, 1, dtype=torch.long))
+    raises(r"takes tokens \[2, 1\], got \[3, 1\]", step, torch.zeros(3, 1, dtype=torch.long))
     cache.batch_repeat_interleave(2)
-    with pytest.raises(FastKVError, match="has moved"):
-        step(ids[:, :1])
+    raises("has moved", step, ids[:, :1])
     cache.reset()
-    with pytest.raises(FastKVError, match="empty cache; read a prompt first"):
-        step(ids[:, :1])
+    raises("empty cache; read a prompt first", step, ids[:, :1])

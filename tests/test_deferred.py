@@ -13,9 +13,8 @@ from fastkv.calibration.files import describe, fingerprint
 from fastkv.lab.equal_bytes import assert_equal_bytes, equal_bytes
 from fastkv.policies import AttentionMatching, FastKV, FastKVReread, KVzip
 
-from .models import build, generate, prompt
+from .models import build, generate, prompt, raises
 from .test_policy_matrix import EVERY, TOKENS, small
-from .test_refusals import raises
 
 
 def curve(model, policy, alpha=0.5, beta=-3.0):

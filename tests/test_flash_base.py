@@ -14,11 +14,10 @@ from transformers import __version__ as transformers_version
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fastkv
-from fastkv.errors import FastKVError
 from fastkv.integrations.transformers import families
 
 from . import flash_attn
-from .models import build, compressed_layers, generate, prompt
+from .models import build, compressed_layers, generate, prompt, raises
 
 SMALL = fastkv.Budget(20, sinks=2, recent=4, heads="uniform")
 HUB = "kernels-community/flash-attn2"
@@ -101,8 +100,7 @@ def test_sinks_need_an_implementation_that_the_model_vouches_for():
     for base in ("flash_attention_2", HUB):
         flash.lazy_import_flash_attention(base)
         model.config._attn_implementation_internal = base
-        with pytest.raises(FastKVError, match=f"got '{base}' .*ignores s_aux.*attn_implementation='eager'"):
-            fastkv.patch(model)
+        raises(f"got '{base}' .*ignores s_aux.*attn_implementation='eager'", fastkv.patch, model)
     listed = "kernels-community/vllm-flash-attn3"
     flash.lazy_import_flash_attention(listed)
     model.config._attn_implementation_internal = listed
@@ -115,8 +113,7 @@ def test_kernels_of_the_hub_with_another_interface_are_refused():
     for name in ("somebody/sparse-attention", "kernels-community/flash-attn2:another_function"):
         ALL_ATTENTION_FUNCTIONS.register(name, lambda *args, **kwargs: None)
         model.config._attn_implementation_internal = name
-        with pytest.raises(FastKVError, match="attn_implementation must be one of eager, sdpa, flash_attention_2"):
-            fastkv.patch(model)
+        raises("attn_implementation must be one of eager, sdpa, flash_attention_2", fastkv.patch, model)
     assert not families.is_flash("kernels-community/never-loaded") and families.is_flash("flash_attention_3")
 
 

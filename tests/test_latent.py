@@ -15,7 +15,7 @@ from fastkv.lab.equal_bytes import assert_equal_bytes, equal_bytes
 from fastkv.parallel import Parallel
 from fastkv.reference import Moments, Slots
 
-from .models import MLA, build, generate, prompt
+from .models import MLA, build, generate, prompt, raises
 from .pairwise import covering
 from .states import make_spec, make_state
 
@@ -137,8 +137,7 @@ def test_slots_of_latents_attend_and_evict_as_slots_of_pairs(correction):
 
 def refused(model, match, *args, **options):
     before = [dict(vars(module)) for module in model.modules()]
-    with pytest.raises(FastKVError, match=match):
-        fastkv.patch(model, *args, **options)
+    raises(match, fastkv.patch, model, *args, **options)
     assert [dict(vars(module)) for module in model.modules()] == before
 
 
@@ -179,5 +178,4 @@ def test_models_with_indexers_are_refused(name):
         pytest.skip("this transformers has no such model")
     model = nn.Module()
     model.config = CONFIG_MAPPING[name]()
-    with pytest.raises(FastKVError, match=f"{name} is not supported: it attends to tokens that an indexer picks"):
-        fastkv.patch(model)
+    raises(f"{name} is not supported: it attends to tokens that an indexer picks", fastkv.patch, model)

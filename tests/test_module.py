@@ -17,9 +17,8 @@ from fastkv.integrations.transformers.layer import FastKVLayer
 from fastkv.policies import Policy, QueryStatistics
 from fastkv.rotary import Rotary
 
-from .models import build, generate, policy, prompt, small
+from .models import build, generate, policy, prompt, raises, small
 from .pairwise import covering, each, named
-from .test_refusals import raises
 
 B, HQ, HKV, D = 2, 4, 2, 16
 TOKENS, EVERY = 20, 5

@@ -10,6 +10,7 @@ import fastkv
 from fastkv import reference
 from fastkv.reference import attention_ahead
 
+from .models import raises
 from .multimodal import AUDIO, HEAR, ROTARY_3D, SEE, build, generated, medium, prompt, text, told, types
 from .pairwise import covering, named
 
@@ -130,8 +131,7 @@ def test_a_prepared_mask_cannot_be_cut(name):
     prepared = torch.ones(1, 1, total, total, dtype=torch.bool).tril()
     positions = torch.arange(total)[None]
     patch(model, prefill_block=8)
-    with pytest.raises(fastkv.FastKVError, match="2-D"):
-        model(**given | {"attention_mask": prepared, "position_ids": positions})
+    raises("2-D", model, **given | {"attention_mask": prepared, "position_ids": positions})
     patch(model)
     assert model(**given | {"attention_mask": prepared, "position_ids": positions}).logits.isfinite().all()
 
@@ -255,14 +255,12 @@ def test_a_generated_turn_after_another_prompt(name):
 def test_what_positions_cannot_serve_is_refused(name):
     model, given = build(name), prompt(name)
     patch(model, SMALL, "compactor")
-    with pytest.raises(fastkv.FastKVError, match="three dimensions"):
-        model(**given)
+    raises("three dimensions", model, **given)
     words = told("llava", given["input_ids"] % 110 + 3)
     assert generated(model, words)[0].isfinite().all()
     patch(model)
     cache = model(words["input_ids"]).past_key_values
-    with pytest.raises(fastkv.FastKVError, match="pass them, or use generate"):
-        model(**given, past_key_values=cache)
+    raises("pass them, or use generate", model, **given, past_key_values=cache)
 
 
 def test_graphs_of_a_step_continue_after_an_image():

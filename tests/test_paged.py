@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastkv import Budget, FastKVError, HeadShares, ops
+from fastkv import Budget, HeadShares, ops
 from fastkv.cache.layer import LayerCache
 from fastkv.cache.layout import Attends, LayerPlan
 from fastkv.cache.paged import PagedBlocks, PagedClock, PagedLayer, PagedRule
@@ -13,6 +13,7 @@ from fastkv.config import Config
 from fastkv.parallel import Parallel
 
 from .launches import Operators, recorded
+from .models import raises
 from .pairwise import covering
 
 HQ, HKV, DIM, BLOCK, EVERY = 4, 2, 32, 8, 3
@@ -291,11 +292,9 @@ def test_what_one_batch_leaves_in_scratch_is_nothing_to_another():
 
 
 def test_refusals():
-    with pytest.raises(FastKVError, match="at most 3 sequences, got 4"):
-        step(paged(config_of("keydiff")), [0] * 4, [tokens(1, 1)] * 4, [0] * 4)
+    raises("at most 3 sequences, got 4", step, paged(config_of("keydiff")), [0] * 4, [tokens(1, 1)] * 4, [0] * 4)
     for budget, message in (
         (Budget(keep=0.5), "a page holds the same number of tokens whatever the prompt"),
         (calibrated(1.5, 0.5, context=None), r"give Budget\(context=...\), the length that they are for"),
     ):
-        with pytest.raises(FastKVError, match=message):
-            paged(config_of("keydiff", budget=budget))
+        raises(message, paged, config_of("keydiff", budget=budget))

@@ -10,7 +10,7 @@ import fastkv
 from fastkv.errors import FastKVError
 from fastkv.policies import Policy
 
-from .models import account, build, generate, policy, prompt, small
+from .models import account, build, generate, policy, prompt, raises, small
 from .pairwise import FOLLOWERS, covering, each
 
 TOKENS, EVERY = 20, 7
@@ -161,10 +161,8 @@ def test_ragged_output_is_the_uniform_output_where_nothing_is_evicted():
 
 def test_refusals_of_combinations():
     for name in ("tova", "duoattention", "lagkv"):
-        with pytest.raises(FastKVError, match="do not compare between heads"):
-            fastkv.patch(build(), name, small(heads="adaptive"))
-    with pytest.raises(FastKVError, match="needs the pattern file"):
-        fastkv.patch(build(), "duoattention", small())
+        raises("do not compare between heads", fastkv.patch, build(), name, small(heads="adaptive"))
+    raises("needs the pattern file", fastkv.patch, build(), "duoattention", small())
     model = build()
     with pytest.raises(FastKVError, match="pass input_ids"):
         fastkv.patch(model, "kvzip", small())

@@ -7,7 +7,7 @@ from transformers import DynamicCache, StaticCache
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError
 
-from .models import build, generate, prompt
+from .models import build, generate, prompt, raises
 from .pairwise import covering
 from .test_policy_matrix import EVERY, small
 from .test_saved import assert_same, contents
@@ -86,8 +86,7 @@ def test_refusals_change_nothing():
             fastkv.compress(given, model, **{"budget": small(), **options})
         assert "\n" not in str(refused.value)
         assert model._fastkv_config is before
-    with pytest.raises(FastKVError, match="needs a transformers model, got Linear"):
-        fastkv.compress(cache, torch.nn.Linear(2, 2))
+    raises("needs a transformers model, got Linear", fastkv.compress, cache, torch.nn.Linear(2, 2))
     for name in ("gemma2", "deepseek_v3"):  # a sliding window; latents, which a stock cache may hold expanded
         other = build(name, "eager")
         with pytest.raises(FastKVError, match="layers that are not compressed, share keys or cache latents"):

@@ -8,26 +8,11 @@ from transformers import BloomConfig, BloomForCausalLM
 from transformers.cache_utils import Cache
 
 import fastkv
-from fastkv import Budget, FastKVError
+from fastkv import Budget
 from fastkv.integrations.transformers.attention import fastkv_attention
 
-from .models import ROLLS_BACK, build, generate, prompt
+from .models import ROLLS_BACK, build, generate, prompt, raises
 from .test_exact import snapshot
-
-
-def sentence(error):
-    """One sentence: it ends without a newline and says what to do."""
-    text = str(error.value)
-    assert "\n" not in text and len(text) > 30
-    return text
-
-
-def raises(message, call, *args, **options):
-    """The call is refused in one sentence."""
-    with pytest.raises(FastKVError, match=message) as error:
-        call(*args, **options)
-    sentence(error)
-
 
 ARGUMENTS = {
     "negative budget": ({"budget": -1}, "at least 1"),

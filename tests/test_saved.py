@@ -20,7 +20,7 @@ from fastkv.integrations.transformers import serialization as saved
 from fastkv.parallel import Parallel
 
 from .conftest import examples
-from .models import ROLLS_BACK, build, compressed_layers, generate, policy, prompt
+from .models import ROLLS_BACK, build, compressed_layers, generate, policy, prompt, raises
 from .pairwise import each
 from .processes import run
 from .test_policy_matrix import EVERY, NAMES, small
@@ -173,8 +173,7 @@ def test_what_may_still_be_rolled_back_is_not_saved(tmp_path):
         return
     cache.activate_past_recording()
     model(prompt(1, 50, (0,))[0], past_key_values=cache)
-    with pytest.raises(FastKVError, match=r"may still be rolled back.*cache\.crop\(0\)"):
-        cache.save(tmp_path / "cache")
+    raises(r"may still be rolled back.*cache\.crop\(0\)", cache.save, tmp_path / "cache")
 
 
 def test_rows_may_be_chosen_before_saving(tmp_path):
@@ -195,8 +194,7 @@ def test_a_fork_of_one_is_a_clone_and_none_is_refused():
     cache, tokens, mask = read_prompt(model)
     assert_same(contents(cache.fork(1)), contents(cache))
     for n in (0, -1, 1.5, True, "2"):
-        with pytest.raises(FastKVError, match="whole number of copies of at least 1"):
-            cache.fork(n)
+        raises("whole number of copies of at least 1", cache.fork, n)
 
 
 # What is refused.
@@ -371,8 +369,7 @@ def test_other_models_and_settings(tmp_path):
     }
     for sentence, other in others.items():
         refused(path, fastkv.patch(model, **{"policy": "snapkv", "budget": small(), **options, **other}), sentence)
-    with pytest.raises(FastKVError, match="needs a patched model"):
-        FastKVCache.load(path, fastkv.unpatch(model))
+    raises("needs a patched model", FastKVCache.load, path, fastkv.unpatch(model))
     fastkv.patch(model, "snapkv", small(), prefill_block=16, backend="triton", **options)
     FastKVCache.load(path, model)
 
@@ -402,16 +399,12 @@ def test_what_cannot_be_saved(tmp_path):
     path = tmp_path / "cache"
     path.write_text("old")
     cache = FastKVCache(model)
-    with pytest.raises(FastKVError, match="an empty cache cannot be saved; run the model with it first"):
-        cache.save(path)
+    raises("an empty cache cannot be saved; run the model with it first", cache.save, path)
     read_prompt(model, cache=cache)
-    with pytest.raises(FastKVError, match="cannot be written"):
-        cache.save(tmp_path / "no" / "directory")
-    with pytest.raises(FastKVError, match="cannot be written"):
-        cache.save(tmp_path)
+    raises("cannot be written", cache.save, tmp_path / "no" / "directory")
+    raises("cannot be written", cache.save, tmp_path)
     cache.workspace.parallel = Parallel(0, 2)
-    with pytest.raises(FastKVError, match="by one process, but 2 share this model's heads; load it without"):
-        cache.save(path)
+    raises("by one process, but 2 share this model's heads; load it without", cache.save, path)
     with pytest.raises(FastKVError, match="by one process, but 2 share this model's heads; load it without"):
         saved.read(path, model.config, cache.config, cache.layers, {}, torch.float32)
     assert path.read_text() == "old"

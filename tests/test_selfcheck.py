@@ -14,7 +14,7 @@ from fastkv.integrations.transformers.stock import CACHE
 from fastkv.rotary import Rotary
 
 from .families import tiny as families
-from .models import build, generate, prompt
+from .models import build, generate, prompt, raises
 from .pairwise import covering
 from .test_exact import snapshot
 from .test_policy_matrix import small
@@ -267,8 +267,7 @@ def test_an_untested_model_that_disagrees_is_refused(attention, why, patched):
     before, random = snapshot(model), torch.get_rng_state()
     ids = prompt()[0][:1]
     expected = model(ids, past_key_values=DynamicCache()).logits
-    with pytest.raises(FastKVError, match=why):
-        fastkv.patch(model, "momentkv", 64)
+    raises(why, fastkv.patch, model, "momentkv", 64)
     assert snapshot(model) == before and torch.equal(torch.get_rng_state(), random)
     assert torch.equal(model(ids, past_key_values=DynamicCache()).logits, expected)
     assert ("_fastkv_config" in vars(model)) == patched
@@ -309,7 +308,6 @@ class OneByOne(Shrinking):
 def test_a_model_that_goes_on_for_single_tokens_only_says_what_it_said():
     model = unheard_of(OneByOne)
     why = "for single tokens only: by itself, in parts, TypeError: one at a time; use prefill_block=None"
-    with pytest.raises(FastKVError, match=why):
-        fastkv.patch(model, "keydiff", 64, prefill_block=16)
+    raises(why, fastkv.patch, model, "keydiff", 64, prefill_block=16)
     with pytest.warns(UserWarning, match="unheard_of"):
         fastkv.patch(model, "keydiff", 64)
