@@ -34,7 +34,6 @@ INTEGRATION = (
     "exact",
     "generate",
     "flash_base",
-    "bounds",
     "refusals",
     "deferred",
     "compile",

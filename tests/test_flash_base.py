@@ -51,27 +51,17 @@ def loaded(base, name="llama"):
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_the_first_prompt_goes_through_it_and_everything_else_through_ours(base):
-    model = build()
-    ids, mask = prompt()
-    expected = generate(fastkv.patch(model, "momentkv", budget=SMALL), ids, mask)
-    model = loaded(base)
-    fastkv.patch(model, "momentkv", budget=SMALL)
+@pytest.mark.parametrize("policy, pads, block", [("momentkv", (0, 7, 19), None), ("fastkv", (0, 0, 0), 16)])
+def test_the_first_prompt_goes_through_it_and_everything_else_through_ours(base, policy, pads, block):
+    """Once a layer, without padding."""
+    ids, mask = prompt(pads=pads)
+    mask = mask if any(pads) else None
+    expected = generate(fastkv.patch(build(), policy, budget=SMALL, prefill_block=block), ids, mask)
+    model = fastkv.patch(loaded(base), policy, budget=SMALL, prefill_block=block)
     flash_attn.CALLS.clear()  # of patch, which may try the model out
     assert torch.equal(generate(model, ids, mask), expected)
-    assert flash_attn.CALLS == [("flash_attn_varlen_func", int(mask.sum()), -1)] * 4  # once a layer, without padding
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_blocks_and_prompts_without_padding(base):
-    model = build()
-    ids, _ = prompt(pads=(0, 0, 0))
-    expected = generate(fastkv.patch(model, "fastkv", budget=SMALL, prefill_block=16), ids)
-    model = loaded(base)
-    fastkv.patch(model, "fastkv", budget=SMALL, prefill_block=16)
-    flash_attn.CALLS.clear()  # of patch, which looks how the model turns its keys
-    assert torch.equal(generate(model, ids), expected)
-    assert flash_attn.CALLS == [("flash_attn_func", 16, -1)] * 4
+    call = ("flash_attn_func", block) if mask is None else ("flash_attn_varlen_func", int(mask.sum()))
+    assert flash_attn.CALLS == [(*call, -1)] * 4
 
 
 @pytest.mark.parametrize("base", ["flash_attention_3", HUB])
