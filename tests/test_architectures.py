@@ -131,15 +131,6 @@ def test_two_modules_in_one_place():
     raises("layer 0 of LlamaForCausalLM has several attention modules", fastkv.patch, model)
 
 
-def test_soft_caps_and_keywords():
-    gemma = build("gemma2", "eager").model.layers[1].self_attn
-    assert modules.softcap(gemma) == "attn_logit_softcapping"
-    gemma.attn_logit_softcapping = None
-    assert modules.softcap(gemma) is None
-    assert modules.softcap(build("gemma3").model.layers[1].self_attn) is None
-    assert modules.unhandled(gemma) is None and not modules.is_cross(gemma) and modules.is_causal(gemma)
-
-
 def test_the_output_projection_has_many_names():
     for name, shape in (("gpt2", (64, 4, 16)), ("gpt_neox", (64, 4, 16)), ("phi3", (64, 4, 16))):
         module = modules.attentions(tiny(name))[0]
@@ -148,11 +139,6 @@ def test_the_output_projection_has_many_names():
 
 
 # What is refused.
-
-
-def test_types_that_are_refused_or_tested():
-    assert families.TESTED.keys().isdisjoint(families.REFUSED)
-    assert families.refusal(["llama"]) is None and families.refusal(["x", "mpt"]).startswith("mpt is not supported: ")
 
 
 def test_state_spaces_that_read_prompts_whole():

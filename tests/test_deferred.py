@@ -10,8 +10,7 @@ import fastkv
 from fastkv import ops
 from fastkv.calibration import quality
 from fastkv.calibration.files import describe, fingerprint
-from fastkv.lab.equal_bytes import assert_equal_bytes, equal_bytes
-from fastkv.policies import AttentionMatching, FastKV, FastKVReread, KVzip
+from fastkv.policies import AttentionMatching, FastKVReread
 
 from .models import build, generate, prompt, raises
 from .test_policy_matrix import EVERY, TOKENS, small
@@ -116,21 +115,6 @@ def test_a_row_does_not_depend_on_its_padding(first, policy):
         if not policy.second_reading.samples:  # fitted values follow from the last bits of sums
             values = mine.state.parts.values[1], theirs.state.parts.values[0]
             torch.testing.assert_close(*values, rtol=2**-7, atol=1e-4)  # sums in another order, one step of bf16
-
-
-def test_equal_bytes():
-    model, (ids, _) = build(), prompt(1, 60, (0,))
-    budget, caches = equal_bytes(model.config, 30, model.dtype, sinks=2, recent=4), {}
-    for name in ("fastkv", "fastkv-reread", "kvzip"):
-        with fastkv.patched(model, name, budget):
-            caches[name] = model(ids).past_key_values
-    assert_equal_bytes(caches, budget.bytes)
-
-
-def test_by_name():
-    assert FastKVReread().second_reading and not FastKV().second_reading
-    assert (FastKVReread().correction, FastKVReread().second_reading.chunk) == ("centroids", 512)
-    assert (KVzip().chunk, KVzip(chunk=5, prompt=[1]).prompt) == (2048, (1,)) and not KVzip().second_reading.samples
 
 
 def test_refusals_of_a_second_reading():

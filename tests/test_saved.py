@@ -267,16 +267,6 @@ def rewritten(path, content, change=None, tensors=None):
     return path
 
 
-def test_in_how_many_rounds_a_prompt_was_read_is_no_setting_of_its_cache(tmp_path):
-    model, path = build(), tmp_path / "cache"
-    fastkv.patch(model, policies.get("momentkv", rounds=3), small(), evict_every=EVERY)
-    cache = model(prompt()[0]).past_key_values
-    cache.save(path)
-    fastkv.patch(model, "momentkv", small(), evict_every=EVERY)
-    loaded = FastKVCache.load(path, model)
-    assert torch.equal(loaded.layers[2].state.exact.keys, cache.layers[2].state.exact.keys)
-
-
 def test_newer_versions(tmp_path):
     model, content = saved_bytes()
     FastKVCache.load(rewritten(tmp_path / "same", content), model)

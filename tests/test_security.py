@@ -15,9 +15,8 @@ import fastkv
 from fastkv.calibration import quality
 from fastkv.calibration.fits import VectorMap
 
-from .models import build, prompt
+from .models import build
 from .processes import run
-from .test_vector_cache import mapping
 from .toy import MODEL
 
 ROOT = Path(__file__).parent.parent
@@ -177,18 +176,6 @@ def test_files_are_refused_and_never_run(reader, bomb):
             READERS[reader](path, model)
         assert "\n" not in str(error.value)
         assert not exploded.exists(), path.name
-
-
-def test_written_files_hold_no_pickle(tmp_path):
-    ids, _ = prompt(1, 40, (0,))
-    model = fastkv.patch(build(), budget=fastkv.Budget(tokens=20, sinks=2, recent=4))
-    model(ids).past_key_values.save(tmp_path / "cache")
-    mapping(model).save(tmp_path / "map")
-    for name in ("cache", "map"):
-        with safetensors.safe_open(tmp_path / name, "pt") as file:  # reads tensors and text, nothing else
-            assert list(file.keys())
-            assert all(isinstance(value, str) for value in (file.metadata() or {}).values())
-        assert not (tmp_path / name).read_bytes().startswith((b"PK", b"\x80"))
 
 
 def test_versions_are_pinned_one_by_one():

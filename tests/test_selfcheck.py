@@ -11,7 +11,6 @@ from fastkv import FastKVError
 from fastkv.integrations.transformers import rotations
 from fastkv.integrations.transformers.selfcheck import unchanged
 from fastkv.integrations.transformers.stock import CACHE
-from fastkv.rotary import Rotary
 
 from .families import tiny as families
 from .models import build, generate, prompt, raises
@@ -180,17 +179,6 @@ def test_a_cache_asks_nothing_of_the_model(monkeypatch):
     assert held[1] is held[3]
 
 
-def test_rotary_of_a_part_of_the_head():
-    keys = torch.randn(2, HKV, 5, D)
-    positions = torch.arange(5).expand(2, HKV, 5)
-    for start, turned in ((0, slice(0, 6)), (-6, slice(10, 16)), (2, slice(2, 8))):
-        part = Rotary(torch.tensor([1.0, 0.5, 0.25]), 2.0)
-        got = Rotary(part.frequencies, 2.0, start=start).unrotate(keys, positions)
-        assert torch.equal(got[..., turned], part.unrotate(keys[..., turned], positions))
-        rest = [dim for dim in range(D) if dim not in range(D)[turned]]
-        assert torch.equal(got[..., rest], keys[..., rest])
-
-
 class Shrinking(LlamaAttention):
     """Scales all keys by how many there are, after they were cached."""
 
@@ -291,23 +279,3 @@ def test_vector_has_tables_for_each_way_of_turning():
     sines = [cache.layers[layer].state.recovery.sin for layer in range(LAYERS)]
     assert sines[0] is sines[2] and sines[1] is sines[3]
     assert sines[0].any() and not sines[1].any() and sines[1].shape[1] == D // 2
-
-
-class OneByOne(Shrinking):
-    """Cannot go on from what it has read but for single tokens."""
-
-    def updated(self, cache, k, v):
-        if 1 < k.shape[2] and cache.layers[self.layer_idx].get_seq_length():
-            raise TypeError("one at a time; or none")
-        return super().updated(cache, k, v)
-
-    def attended(self, attend, q, k, v, mask, **kwargs):
-        return attend(self, q, k, v, mask, dropout=0.0, scaling=self.scaling, **kwargs)
-
-
-def test_a_model_that_goes_on_for_single_tokens_only_says_what_it_said():
-    model = unheard_of(OneByOne)
-    why = "for single tokens only: by itself, in parts, TypeError: one at a time; use prefill_block=None"
-    raises(why, fastkv.patch, model, "keydiff", 64, prefill_block=16)
-    with pytest.warns(UserWarning, match="unheard_of"):
-        fastkv.patch(model, "keydiff", 64)

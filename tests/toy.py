@@ -252,25 +252,19 @@ def calibration_text(tokenizer: PreTrainedTokenizerFast, length: int, seed: int)
 
 
 def placed(task: str, length: int, depth: float, seed: int) -> ruler.Sample:
-    """A text of `generate` with the asked fact (all its statements) moved to `depth`, 0 to 1.
+    """A text of `generate` with the asked fact moved to `depth`, 0 to 1.
 
-    It has the same words, exactly `length` tokens with the answer.
+    It has the same words, exactly `length` tokens with the answer. The task is facts, whose answer ends a sentence.
     """
     told = generate(task, length, seed)
     question, reply = told.questions[0], told.answers[0]
-    asked = _asked(question, reply)
+    asked = f"{question.partition('answer : ')[2]} {reply}"
     sentences = [f"{sentence} ." for sentence in told.context.removesuffix(" .").split(" . ")]
-    rest = [sentence for sentence in sentences if sentence not in asked]
-    context = " ".join(ruler.scatter(rest, asked, [depth] * len(asked)))
+    rest = [sentence for sentence in sentences if sentence != asked]
+    context = " ".join(ruler.scatter(rest, [asked], [depth]))
     prompt, tokens = f"{context} {question}", len(reply.split())
-    metadata = {"units": len(rest), "needles": tuple(asked), "depths": (depth,) * len(asked)}
+    metadata = {"units": len(rest), "needles": (asked,), "depths": (depth,)}
     return ruler.Sample(task, prompt, context, question, (reply.removesuffix(" ."),), tokens, metadata)
-
-
-def _asked(question: str, reply: str) -> list[str]:
-    """The sentences of the text that the answer repeats, in order; `pairs` leaves their first three words out."""
-    said = f"{question.partition('answer : ')[2]} {reply}".removesuffix(" .").split(" and ")
-    return [f"{one} ." if one.startswith("the ") else f"the code of {one} ." for one in said]
 
 
 @dataclass(frozen=True)
