@@ -19,9 +19,10 @@ import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import distributions, version
 from pathlib import Path
+from typing import Any
 
 from perf.engine import digest
 
@@ -79,26 +80,6 @@ TARGETS = (
 )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What one file, or the compilation of the kernels for one chip, did on one version.
-
-    Attributes:
-        target: name of the Target.  version: what was really there.  what: test file or chip.
-        passed, failed: tests, or variants of kernels.  failures: what failed and the first line of why.
-        source: digest of fastkv/ that was tested.
-    """
-
-    target: str
-    version: str
-    what: str
-    passed: int
-    failed: int
-    seconds: float
-    failures: list[str]
-    source: str
-
-
 def directory(target: Target, given: dict[str, Path]) -> Path:
     """Where the version lies; installed there first unless it was given."""
     if target.name in given:
@@ -146,8 +127,10 @@ def compile_ahead(place: Path, chip: str) -> tuple[int, list[str]]:
     return sum(line.endswith(" ok") for line in lines), bad
 
 
-def outcomes(target: Target, place: Path, only: tuple[str, ...]) -> Iterator[Outcome]:
-    """Everything that the target asks for, one after the other."""
+def outcomes(target: Target, place: Path, only: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Of everything that the target asks for, one after the other: what was really there, which tests or variants of
+    kernels passed, which failed and why, and of which fastkv.
+    """
     (there,) = (one.version for one in distributions(path=[str(place)]) if one.metadata["Name"] == target.package)
     jobs = [(test, file, file) for file in target.tests]
     jobs += [(compile_ahead, chip, f"compile for {chip}") for chip in target.chips]
@@ -159,14 +142,15 @@ def outcomes(target: Target, place: Path, only: tuple[str, ...]) -> Iterator[Out
         seconds = round(time.monotonic() - start, 1)
         print(f"{target.name:22s} {name:26s} {passed:4d} passed {len(failures):3d} failed {seconds:6.1f} s", flush=True)
         print(*(f"    {line}\n" for line in failures), sep="", end="", flush=True)
-        yield Outcome(target.name, there, name, passed, len(failures), seconds, failures, digest("fastkv"))
+        found = {"passed": passed, "failed": len(failures), "seconds": seconds, "failures": failures}
+        yield {"target": target.name, "version": there, "what": name, **found, "source": digest("fastkv")}
 
 
-def record(new: Outcome) -> None:
+def record(new: dict[str, Any]) -> None:
     """Put an outcome in the place of an old one of the same file and version."""
     path = RESULTS / "versions.json"
     old = json.loads(path.read_text()) if path.is_file() else []
-    both = {(one["target"], one["what"]): one for one in [*old, asdict(new)]}
+    both = {(one["target"], one["what"]): one for one in [*old, new]}
     path.write_text(json.dumps([both[key] for key in sorted(both)], indent=1) + "\n")
 
 
@@ -186,7 +170,7 @@ def main() -> int:
     for target in TARGETS:
         if not options.only or target.name in options.only:
             for one in outcomes(target, directory(target, given), only):
-                failed += one.failed
+                failed += one["failed"]
                 record(one)  # at once, because a run takes long and may be stopped
     return int(failed > 0)
 
