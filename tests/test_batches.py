@@ -63,19 +63,19 @@ def rows_of(ids, lengths, width, side="left"):
     return batch, mask
 
 
+def read(model, cache, ids, mask):
+    """Logits of the last tokens; `mask` is also that of what came before, and says where each token is in its row."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    return model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+
+
 def roll(model, ids, mask, more):
     """Read a prompt and then the given tokens one by one: logits of the row's last token, then of each; the cache."""
-    seen = mask.sum(-1, keepdim=True)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    last = torch.where(mask.bool(), torch.arange(ids.shape[1]), 0).amax(-1)
-    cache = fastkv.FastKVCache(model)
-    out = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-    logits = [out.logits[torch.arange(len(ids)), last]]
-    for step in range(more.shape[1]):
+    cache, last = fastkv.FastKVCache(model), torch.where(mask.bool(), torch.arange(ids.shape[1]), 0).amax(-1)
+    logits = [read(model, cache, ids, mask)[torch.arange(len(ids)), last]]
+    for token in more.split(1, 1):
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-        token = more[:, step : step + 1]
-        out = model(token, attention_mask=mask, position_ids=seen + step, past_key_values=cache)
-        logits.append(out.logits[:, -1])
+        logits.append(read(model, cache, token, mask)[:, -1])
     return torch.stack(logits, 1), cache
 
 
@@ -186,12 +186,6 @@ SETTINGS = [  # how a layer stores its tokens: moments, centroids, attention, in
     *((name, "whole") for name in ("momentkv", "fastkv", "h2o", "duoattention")),
     *(("keydiff", mode) for mode in ("adaptive", "vector")),
 ]
-
-
-def read(model, cache, ids, mask):
-    """Logits of the last tokens; `mask` is also that of what came before, and says where each token is in its row."""
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    return model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
 
 
 @pytest.mark.parametrize(
