@@ -44,8 +44,7 @@ from tests.ptx.driver import Driver
 from tests.ptx.harness import executed
 from tests.ptx.parse import Address, Operand, Register
 from tests.ptx.program import Program
-from tests.states import splits
-from tests.test_ragged_ops import deal, slab_of
+from tests.states import deal, slab_of, splits
 
 SLOTS, PROGRAMS, CENTROIDS, PER_CYCLE = TOKENS + SPARE, 16, 63, 19.2
 FORMS = ("model", "int8", "fp8", "int4", "k8v4")

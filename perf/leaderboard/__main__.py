@@ -89,7 +89,7 @@ TABLES = {
     "later_1024": Table("1,024 tokens, compressed before the question", length=1024),
     "later_4096": Table("4,096 tokens, compressed before the question", FEW, length=4096),
     "later_8000": Table("8,000 tokens, compressed before the question", ("fastkv", "streaming"), length=8000),
-    "ruler_2048": Table("2,048 tokens of RULER's retrieval tasks", FEW, texts=42, sample=samples.retrieval),
+    "ruler_2048": Table("2,048 tokens of RULER's retrieval tasks", FEW, (0.125,), 42, sample=samples.retrieval),
     "onward_2048": Table("2,000 tokens after a prompt of 2,048", ONWARD, (0.125,), 2, question="none"),
 }
 QUICK = 2  # texts, of the first table in its narrow columns
