@@ -12,8 +12,7 @@ from statistics import mean
 from typing import TYPE_CHECKING
 
 from fastkv import policies
-from perf.tables import Row, chosen, plt, table, write_section
-from perf.tables import page as filled
+from perf.tables import Row, chosen, filled, plt, table, write_section
 
 from . import another, onward, times
 
@@ -131,8 +130,8 @@ def write(results: Path, tables: Mapping[str, Table]) -> None:
                 show(whole, columns, f"{texts} questions or more; {where_of(whole)}")
     facts = {"tables": shown, "onward": ahead, "missing": missing, "least": LEAST, "times": times}
     facts["others"] = [on_another_model(file) for file in sorted((results / another.RESULTS.name).glob("*.jsonl"))]
-    text = filled(Path(__file__).with_suffix(".jinja"), **facts, **clocked(results), kvpress=beside_kvpress(results))
-    PAGE.write_text(text)
+    facts |= clocked(results) | {"kvpress": beside_kvpress(results)}
+    PAGE.write_text(filled(Path(__file__).with_suffix(".jinja").read_text(), **facts) + "\n")
 
 
 def going_on(rows: list[Row], of: Table, keep: float) -> Row:

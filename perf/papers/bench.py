@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -48,7 +48,7 @@ class Bench:
     """What rows measure with.
 
     Attributes: text: source of statistics, as in `facts.read`.  quick: smallest sizes, to try the command.
-        tick: called after each part of a row with its share of the row.  trusting: the full cache is always right.
+        trusting: the full cache is always right.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class Bench:
     ) -> None:
         self.model, self.tokenizer, self.text = model, tokenizer, text
         self.quick, self.trusting = quick, trusting
-        self.tick: Callable[[float], None] = lambda share: None
 
     @property
     def heads(self) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-AGREES, DIFFERS, UNTRIED = "agrees", "differs", "cannot be tested here"
+import yaml
+
+VERDICTS = {True: "agrees", False: "differs", None: "cannot be tested here"}
 PAPERS = {
     "VECTOR": "arXiv:2605.23258",
     "ManifoldKV": "arXiv:2602.08343",
@@ -23,14 +24,13 @@ PAPERS = {
 class Judged:
     """What a row's numbers say.
 
-    Attributes: verdict: one of the three above.  ours: the number to compare, in words.  evidence: sentences that say
-        why, with measured numbers.  table: a head and rows of cells.
+    Attributes: agrees: whether the paper's statement holds; None if that cannot be tested.  table: a head and rows of
+        cells.  facts: what the row's words name besides its numbers.
     """
 
-    verdict: str
-    ours: str
-    evidence: str = ""
-    table: Sequence[Sequence[str]] = ()
+    agrees: bool | None
+    table: Sequence[Sequence[object]] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,18 @@ class Row:
     Attributes:
         name: of its JSON and picture.  paper, place: where the number stands.  claim: what the paper reports.
         setting: the paper's settings and what had to differ.
+        here: the number to compare, in words.  evidence: sentences that say why, with measured numbers.
         measure: Bench -> numbers that JSON can hold.  judge: those numbers -> `Judged`.  draw: axes and numbers.
         panels: of the picture, side by side.  why: of a row that cannot be tried.
     """
 
-    name: str
     paper: str
     place: str
     claim: str
+    name: str = ""
     setting: str = ""
+    here: str = ""
+    evidence: str = ""
     measure: Callable[[Any], dict[str, Any]] | None = None
     judge: Callable[[dict[str, Any]], Judged] | None = None
     draw: Callable[[Any, dict[str, Any]], None] | None = None
@@ -65,10 +68,11 @@ Measured = tuple[Callable[..., Any], ...]  # of a row: `measure`, `judge` and, i
 
 
 def listed(measured: Mapping[str, Measured]) -> tuple[Row, ...]:
-    """The rows of rows.json, in the order of the page."""
-    told = json.loads(Path(__file__).with_name("rows.json").read_text(encoding="utf-8"))
-    ways = [dict(zip(("measure", "judge", "draw"), measured.get(row.get("name", ""), ()))) for row in told]
-    return tuple(Row(**{"name": "", **row}, **way) for row, way in zip(told, ways))
+    """The rows of rows.yaml, in the order of the page."""
+    told = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text(encoding="utf-8"))
+    return tuple(
+        Row(**row, **dict(zip(("measure", "judge", "draw"), measured.get(row.get("name"), ())))) for row in told
+    )
 
 
 def mean(values: Iterable[float | None]) -> float | None:
@@ -88,6 +92,9 @@ def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def percent(value: float | None) -> str:
+def percent(value: float | None, unit: str = " %") -> str:
     """A share as a cell of a table."""
-    return "-" if value is None else f"{100 * value:.0f} %"
+    return "-" if value is None else f"{100 * value:.0f}{unit}"
+
+
+FILTERS = {"mean": mean, "number": number, "percent": percent, "form": format}
