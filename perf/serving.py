@@ -162,7 +162,16 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     names = ("policy", "budget", "block", "answer", "cache_mib", "dtype", "model")
     said = f"`python -m perf.serving`: {', '.join(f'{name} {getattr(options, name)}' for name in names)}"
-    header = ("prompt", "requests", "", "sequences that fit", "tokens/s", "first token, s", "between tokens, ms", "load")
+    header = (
+        "prompt",
+        "requests",
+        "",
+        "sequences that fit",
+        "tokens/s",
+        "first token, s",
+        "between tokens, ms",
+        "load",
+    )
     device = "gpu" if torch.cuda.is_available() else "cpu"
     write(options.output / f"{device}.json", options, rows, said, header, lines)
 

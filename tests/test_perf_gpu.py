@@ -13,10 +13,10 @@ from perf.engine import RESULTS, Results
 from perf.gpu import __main__ as command
 from perf.gpu import checks, plan, timings
 from perf.gpu.checks import Finding, equal
-from perf.gpu.clock import Work, layer, measure, num_sets, passes
-from perf.gpu.heads import GEMMA, LLAMA
+from perf.gpu.clock import Work, layer, measure, num_sets, samples
 from perf.gpu.peers import CAUSAL, PEERS
 from perf.gpu.place import FlashInferStandIn, Place, StandIn
+from perf.micro.states import GEMMA, LLAMA
 from perf.speed import worker
 
 CPU = Place(torch.device("cpu"), toy=True)
@@ -58,7 +58,7 @@ def test_the_plan_is_in_order_and_fits_into_half_an_hour(whole):
 
 def test_all_checks_and_operations_are_planned(whole):
     checked = {job.case["op"] for job in jobs_of(whole) if job.file == "gpu_checks"}
-    assert checked == {*checks.PER_HEADS, "kernels", "captured", "compiled", "served"}
+    assert checked == {*checks.PER_HEADS, "kernels", "captured", "compiled"}
     timed = {job.case["op"] for job in jobs_of(whole) if job.file == "gpu_timings"}
     assert timed == {*timings.OWN, *timings.BLOCKS, *PEERS, *CAUSAL, "copy 1 GiB"}
     models = [(job.case["model"], job.case["context"], job.case["batch"]) for job in whole["model"]]
@@ -216,16 +216,6 @@ def test_what_happens_in_the_wrong_page_is_a_finding(harm, monkeypatch):
     assert any("others'" in one["name"] for one in row["findings"]) == ("somebody else" in harm)
 
 
-def test_a_sequence_that_evicts_at_somebody_elses_time_is_a_finding(monkeypatch):
-    kind = checks.KINDS[1]
-    assert checks.row_of(lambda: checks.check_served(CPU, CPU.heads(LLAMA), kind), CPU)["passed"]
-    monkeypatch.setattr(
-        checks.PagedClock, "due", lambda self, names, seen: [i for i, n in enumerate(seen) if n % 4 == 0]
-    )
-    row = checks.row_of(lambda: checks.check_served(CPU, CPU.heads(LLAMA), kind), CPU)
-    assert not row["passed"] and row["findings"][0]["name"].startswith("step")
-
-
 def test_a_red_test_of_a_kernel_is_a_finding(monkeypatch):
     said = "FAILED tests/test_kernels_evict.py::test_x[1] - AssertionError\n1 failed, 3 passed in 1.00s\n"
     done = types.SimpleNamespace(returncode=1, stdout=said, stderr="")
@@ -276,7 +266,6 @@ def test_a_dry_clock_walks_every_line_and_gives_no_time():
     work = Work(seen.append, 3, 100, reset=lambda: seen.append("reset"))
     row = measure(work, CPU)
     assert seen == ["reset", 0, 0, 1, 2, *["reset"] * 3] and row["median_us"] is None and row["samples"] == 2
-    assert passes(work) == 5 and passes(Work(print, 40, 1)) == 3 and passes(Work(print, 4, 1, once=True)) == 1
 
 
 class FakeDevice:
@@ -326,6 +315,8 @@ def test_the_clock_divides_by_launches_and_rotates_sets(monkeypatch):
     assert seen == [0, 0, 0, *list(range(20)) * 5]
     assert row["launches"] == 100 and row["median_us"] == row["p20_us"] == 20.0 and row["gbps"] == 2.0
     assert row["samples"] == 100 and device.replays == 103
+    for sets, once, launches in ((40, False, 120), (300, False, 300), (4, True, 4)):
+        assert samples(Work(seen.append, sets, 1, once=once), place)[1] == launches
 
 
 def timed_row(op, batch, length, median, heads=LLAMA.name, share=None):

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from perf import engine, report, tables
 from perf.engine import RESULTS, ROOT, Unmeasured
 from perf.speed import __main__ as command
-from perf.speed import contenders, models, worker
+from perf.speed import contenders, worker
+from perf.speed import contenders as models
 from perf.speed import report as speed_report
-from perf.speed.cases import Case, toy
+from perf.speed.cases import PARTS, Case, interleaved, toy
 from perf.speed.contenders import KVPress, Stock
-from perf.speed.parts import PARTS, interleaved
-from perf.speed.results import FIRST, STEP, Speed, floor_ms
+from perf.speed.report import FIRST, STEP, Speed
 from perf.speed.worker import decode, measure
 
 CPU = torch.device("cpu")
@@ -334,17 +334,16 @@ def test_rounds_of_a_case_become_one_row_of_medians():
         ("full", 1, 100.0, 1.0),
     ]
     [pair] = speed.pairs("kvpress", what="decode")
-    assert pair.ratio(STEP) == pytest.approx(5 / 7)
+    assert STEP.ratio(*pair) == pytest.approx(5 / 7)
     walks = interleaved([Case("llama-small", "fastkv", 8192, 1, "keydiff", 512, what="flat")])
     points = [[{"seen": n, "ms": {"p50": ms * n}, "over_first": ms / n} for n in (1, 2)] for ms in (3.0, 1.0, 2.0)]
     [one] = Speed(files(*(row("cpu_flat", case, flat=flat) for case, flat in zip(walks, points)))).rows
     assert one["flat"] == points[2]
 
 
-def test_floors_and_pairs():
+def test_pairs():
     speed = Speed(MADE_UP)
-    assert floor_ms(speed.rows[0], 12.0) == pytest.approx(1.0)
-    found = [(pair.mine["block"], pair.ratio(STEP)) for pair in speed.pairs("kvpress", what="decode", context=16_384)]
+    found = [(pair[0]["block"], STEP.ratio(*pair)) for pair in speed.pairs("kvpress", what="decode", context=16_384)]
     assert found == [(512, 0.8), (None, 1.1)]
     assert len(list(speed.pairs("full", what="decode"))) == 3 and len(speed.failed) == 1
     captured = files(
@@ -354,7 +353,7 @@ def test_floors_and_pairs():
         row("p", long("kvpress"), 3.0),
     )
     pairs = list(Speed(captured).pairs("full"))
-    assert [pair.ratio(STEP) for pair in pairs] == [0.25] and pairs[0].ratio(FIRST) == 0.5
+    assert [STEP.ratio(*pair) for pair in pairs] == [0.25] and FIRST.ratio(*pairs[0]) == 0.5
     assert not list(Speed(captured).pairs("kvpress"))
     for one in captured["speed_p"]["rows"]:
         one["what"] = "generate"

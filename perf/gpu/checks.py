@@ -13,8 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,20 +22,13 @@ from triton.errors import TritonError
 
 import fastkv
 from fastkv import ops
-from fastkv.cache.layer import LayerCache
-from fastkv.cache.layout import Attends, LayerPlan
-from fastkv.cache.paged import PagedBlocks, PagedClock, PagedLayer, PagedRule
 from fastkv.cache.pages import PageFormat
-from fastkv.cache.workspace import CacheWorkspace
-from fastkv.config import Config
 from fastkv.reference import LayerState
-from fastkv.rotary import Rotary
 
 from ..engine import LIMIT, ROOT, Row
-from ..micro.states import SCALE, spec
-from ..speed.models import build
-from .clock import layer, randn, record, relative_error, token, tokens
-from .heads import Heads
+from ..micro.states import Heads, spec
+from ..speed.contenders import build
+from .clock import layer, randn, record, token
 from .place import Place, forget_compiled
 
 BROKEN = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, AttributeError)
@@ -49,7 +41,6 @@ PAGES = 7
 # Median over steps of |compiled - eager| / |eager| of the logits. An inductor graph keeps in float32 what eager steps
 # round to bf16 in between (2^-8 each), and a close choice of what to evict may fall the other way.
 COMPILED = 0.05
-NEAR = 1e-4  # relative error in float32 of a batch of sequences, whose heads are split otherwise than those of one
 
 
 class DeviceLost(Exception):
@@ -141,9 +132,10 @@ def check_ticket(place: Place, heads: Heads, correction: str) -> list[Finding]:
                     wrong.add_((got != want).sum())
 
         first = [t.clone() for t in launch()]
-        replay, noise = recorded(place, launches), Noise(place)
+        replay, size = recorded(place, launches), 64 if place.toy else 2048
+        others = randn(place, size, size), [place.cuda.Stream() for _ in range(2)], random.Random(0)
         for _ in range(1 if place.toy else LAUNCHES // PER_GRAPH):
-            noise.make()
+            noise(place, *others)
             replay()
         place.cuda.synchronize()
         yield Finding(f"elements that changed, B={batch} C={slots}", float(wrong))
@@ -153,22 +145,13 @@ def check_ticket(place: Place, heads: Heads, correction: str) -> list[Finding]:
     return [one for shape in (((1, 64),) if place.toy else ((1, 1024), (8, 4096))) for one in changed(*shape)]
 
 
-class Noise:
-    """Other work on the device: matrix products and sleeps of random length on two more streams."""
-
-    def __init__(self, place: Place) -> None:
-        self.cuda, self.size = place.cuda, 64 if place.toy else 2048
-        self.streams = [self.cuda.Stream() for _ in range(2)]
-        self.matrix, self.random = randn(place, self.size, self.size), random.Random(0)
-
-    def make(self) -> None:
-        """Queue some on each stream, and delay the current one by up to 20 microseconds or so."""
-        for stream in self.streams:
-            with self.cuda.stream(stream):
-                self.cuda._sleep(self.random.randrange(100_000))
-                rows = self.random.randrange(32, self.size, 32)
-                torch.mm(self.matrix[:rows], self.matrix)
-        self.cuda._sleep(self.random.randrange(40_000))
+def noise(place: Place, matrix: Tensor, streams: list[Any], draw: random.Random) -> None:
+    """Queue products and sleeps of random length on more streams, and delay the current one by up to 20 µs or so."""
+    for stream in streams:
+        with place.cuda.stream(stream):
+            place.cuda._sleep(draw.randrange(100_000))
+            torch.mm(matrix[: draw.randrange(32, len(matrix), 32)], matrix)
+    place.cuda._sleep(draw.randrange(40_000))
 
 
 def check_replays(place: Place, heads: Heads, correction: str, paged: bool) -> list[Finding]:
@@ -189,7 +172,7 @@ def check_replays(place: Place, heads: Heads, correction: str, paged: bool) -> l
         here = stored.at(rows)
     here.scratch = ops.workspace(heads.num_heads, here, rule)
     scores, new = randn(place, batch, heads.num_kv_heads, place.slots).float(), token(place, heads, batch)
-    findings, results, everybody = [], list[Tensor](), range(1, PAGES)
+    findings, results = [], list[Tensor]()
 
     def step(of: LayerState) -> list[Tensor]:
         out = [*ops.decode_step(*new, of, rule)]
@@ -211,7 +194,7 @@ def check_replays(place: Place, heads: Heads, correction: str, paged: bool) -> l
             rows.copy_(torch.tensor(chosen))
         stored.seen.copy_((stored.exact.lengths + stored.moments.count).amax(1))
         live = [index for index, row in enumerate(chosen) if row or not paged]
-        others = torch.tensor([row for row in everybody if row not in chosen], device=place.device)
+        others = torch.tensor([row for row in range(1, PAGES) if row not in chosen], device=place.device)
         untouched = stored.at(others).taken() if paged else None
         for index in range(2):  # there is room for as many, even if nothing leaves
             for tensor in new:
@@ -261,59 +244,6 @@ class Kind:
 
 # The default first; then moments, unequal heads, sums of attention.
 KINDS = (Kind("fastkv"), Kind("momentkv"), Kind("keydiff", "none", "adaptive"), Kind("h2o", "mean"))
-
-
-def check_served(place: Place, heads: Heads, kind: Kind) -> list[Finding]:
-    """Sequences in pages, which come one after another and evict by clocks of their own, get what each gets alone.
-
-    In float32, in which no score is close to another by chance. No step waits for the device.
-    """
-    block, kept, steps = (8, 16, 3 * EVERY) if place.toy else (256, 512, 40)
-    config = Config.make(kind.policy, kind.budget(kept), block, EVERY, kind.correction, place.backend, None)
-    frequencies = 1e4 ** -torch.linspace(0, 1, heads.head_dim // 2, device=place.device)
-    config = replace(config, rotations={0: Rotary(frequencies)})
-    like = torch.empty(1, heads.num_kv_heads, 0, heads.head_dim, device=place.device)
-    rows, lengths = [3, 1, 4], [2 * kept + 5, block - 3, kept + block]
-    shared = CacheWorkspace(evict_every=EVERY, sequences=len(rows))
-    rule = PagedRule.of(config, 0, 0, 1, like, like, shared)
-    pages = torch.full((6, rule.form.nbytes), 0xFF, dtype=torch.uint8, device=place.device)
-    served, clock = PagedLayer(rule, pages, heads.num_heads, SCALE, None, shared), PagedClock(EVERY)
-    new = partial(tokens, place, heads, dtype=torch.float32)
-    findings, expected, following = [], [], [new(1, steps) for _ in rows]
-    for row, length, further in zip(rows, lengths, following):
-        alone, prompt = LayerCache(LayerPlan(config), CacheWorkspace(evict_every=EVERY)), new(1, length)
-        alone.allocate(heads.num_heads, *prompt[1:], length)
-        alone.configure(Attends(SCALE))
-        served.clear(torch.tensor([row], device=place.device))
-        for at, parts in zip(range(0, length, block), zip(*(part.split(block, 2) for part in prompt))):
-            number = parts[0].shape[2]
-            blocks = PagedBlocks.of([number], [at], torch.tensor([[row], [0], [number]], device=place.device))
-            flat = [part[0].transpose(0, 1).contiguous() for part in parts]  # as an engine has them
-            got = torch.empty_like(flat[0])
-            served.read(blocks, *flat, got)
-            want = alone.read(*parts, torch.ones(1, number, dtype=torch.bool, device=place.device))
-            findings.append(near(f"prompt of row {row}", got.transpose(0, 1)[None], want))
-        clock.read(row, length)
-        expected.append([alone.step(*(part[:, :, at : at + 1] for part in further)) for at in range(steps)])
-    due = [clock.due(rows, [length + 1 + at for length in lengths]) for at in range(steps)]
-    evicting = [torch.tensor([rows[i] for i in own], dtype=torch.int64, device=place.device) for own in due]
-    places, results = torch.tensor(rows, device=place.device), list[Tensor]()
-    q, k, v = (torch.cat(parts) for parts in zip(*following))
-
-    def decode(at: int) -> None:
-        served.evict(evicting[at])
-        results.append(served.step(places, *(part[:, :, at].contiguous() for part in (q, k, v))))
-
-    without_syncs(place, decode, range(steps))
-    for i, row in enumerate(rows):
-        for at in range(steps):
-            findings.append(near(f"step {at} of row {row}", results[at][i], expected[i][at][0, :, 0]))
-    return findings
-
-
-def near(name: str, got: Tensor, want: Tensor) -> Finding:
-    """Relative error."""
-    return Finding(name, relative_error(got, want), NEAR)
 
 
 def without_syncs(place: Place, step: Callable[[Any], None], given: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .heads import Heads
+from ..micro.states import Heads
 
 HALF = torch.bfloat16  # what is timed
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from .. import engine
 from ..engine import Job, Row, source
+from ..micro.states import GEMMA, LLAMA, Heads
 from ..speed.cases import Case as Whole
 from ..speed.cases import toy
 from ..speed.worker import measure as measure_model
 from . import checks, timings
 from .clock import Case
-from .heads import GEMMA, LLAMA, Heads
 from .place import Place
 
 FILES = ("gpu_checks", "gpu_timings", "gpu_model")
@@ -37,17 +37,17 @@ def planned(place: Place) -> dict[str, list[Job]]:
     def timed(cases: list[Case]) -> list[Job]:
         return [timing(place, case) for case in cases]
 
-    steps, served = partial(of_steps, place), partial(of_serving, place)
+    steps = partial(of_steps, place)
     first, *others = checks.KINDS
     captured = [steps(family, kind, "captured") for kind in checks.KINDS for family in checks.FAMILIES]
     compiled = [*(steps("llama", kind, "compiled") for kind in others), steps("gemma-3", first, "compiled")]
     return {
-        "device": [*on(LLAMA), captured[0], steps("llama", first, "compiled"), served(first)],
+        "device": [*on(LLAMA), captured[0], steps("llama", first, "compiled")],
         "key": timed(timings.key_cases()),
         "model": [whole(place, case) for case in whole_cases()],
         "prompt": timed(timings.prompt_cases()),
         "kernels": [check(place, "kernels", {"op": "kernels"}, checks.check_kernels, 300.0)],
-        "steps": [*captured[1:], *compiled, *map(served, others)],
+        "steps": [*captured[1:], *compiled],
         "decode": [*on(GEMMA), *timed(timings.other_cases())],
     }
 
@@ -75,12 +75,6 @@ def of_steps(place: Place, family: str, kind: checks.Kind, how: str) -> Job:
     case, seconds = {"op": how, "family": family, "kind": kind.name}, 40.0 if how == "compiled" else 10.0
     given = {"family": family, "kind": kind, "how": how}
     return check(place, f"{how}[{family}-{kind.name}]", case, checks.check_steps, seconds, **given)
-
-
-def of_serving(place: Place, kind: checks.Kind) -> Job:
-    """Of a layer of a serving engine."""
-    case, heads = {"op": "served", "heads": LLAMA.name, "kind": kind.name}, place.heads(LLAMA)
-    return check(place, f"served[{kind.name}]", case, checks.check_served, 10.0, heads=heads, kind=kind)
 
 
 def whole_cases() -> list[Whole]:

@@ -25,9 +25,9 @@ from fastkv.reference import FORMATS, LayerState
 
 from ..engine import Row, Unmeasured
 from ..micro import states
+from ..micro.states import GEMMA, LLAMA, Heads
 from .checks import CRASHES, still_there
 from .clock import COPY_BYTES, MAX_PASSES, Case, Work, copy_work, layer, measure, nbytes, num_sets, right, token
-from .heads import GEMMA, LLAMA, Heads
 from .peers import CAUSAL, PEERS, Builder, prompt
 from .place import HALF, Place
 

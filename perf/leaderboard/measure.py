@@ -20,6 +20,7 @@ from fastkv.lab.reading import Reading
 from fastkv.lab.reading import forced as log_probabilities
 
 NEW = 24  # tokens of an answer at most
+TOLD = ("commit", "torch", "transformers", "cpu")  # of the environment, in every row
 
 
 @dataclass(frozen=True)

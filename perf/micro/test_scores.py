@@ -10,7 +10,7 @@ import torch
 from fastkv import ops, reference
 
 from .conftest import check
-from .states import RECENT, SCALE, SINKS
+from .states import SCALE
 
 WINDOW, BLOCK = 32, 128
 NUM = {"cpu": 4096, "cuda": 65_536}  # keys
@@ -37,12 +37,15 @@ def test_scores(timed: Any, op: str, heads: Any, device: torch.device, dtype: to
 
 
 @pytest.mark.parametrize("tokens", [1024, 4096])
-def test_select(timed: Any, tokens: int, heads: Any, device: torch.device) -> None:
-    shape = 1, heads.num_kv_heads, tokens + BLOCK
-    positions = torch.arange(shape[2], dtype=torch.int32, device=device).expand(shape).contiguous()
-    valid = torch.ones(shape, dtype=torch.bool, device=device)
-    guard = reference.protected(positions, torch.tensor([shape[2]], device=device), SINKS, RECENT)
-    scores = torch.rand(shape, device=device)
-    got, want = (module.select(scores, positions, valid, guard, tokens) for module in (ops, reference))
-    assert torch.equal(got.kept, want.kept)
-    timed(lambda: (torch.rand(shape, device=device),), lambda one: ops.select(one, positions, valid, guard, tokens))
+def test_select(timed: Any, tokens: int, candidates: Any) -> None:
+    positions, valid, guard = candidates(tokens + BLOCK)
+
+    def make() -> tuple:
+        return (torch.rand(positions.shape, device=positions.device),)
+
+    def run(scores: torch.Tensor, module: Any = ops) -> torch.Tensor:
+        return module.select(scores, positions, valid, guard, tokens).kept
+
+    cell = make()
+    assert torch.equal(run(*cell), run(*cell, module=reference))
+    timed(make, run)

@@ -116,7 +116,7 @@ def answers_table(n: dict[str, Any], paper: Mapping[str, Sequence[float | None]]
 
 
 def judged(n: dict[str, Any], agrees: bool, rows: Sequence[Sequence[object]], **facts: Any) -> Judged:
-    """Of a row about answers. Its words also know `told` and `lost`, see `over_shares`, and what numbers rest on, `basis`."""
+    """Of a row about answers. Its words know `told` and `lost`, see `over_shares`, and what both rest on."""
     told, lost = over_shares(n)
     basis = (f"{n['questions']} questions that the full cache answers, of {n['texts']} texts of {n['length']} tokens; "
              f"standard errors are at most {spread(n):.2f}.")  # fmt: skip

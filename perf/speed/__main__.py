@@ -20,10 +20,9 @@ from dataclasses import asdict
 from .. import engine
 from ..engine import Job, Results, Row, Unmeasured, digest, source
 from ..environment import environment
-from .cases import Case, toy
-from .parts import PARTS
+from .cases import PARTS, Case, toy
 
-RUN = tuple(f"perf/speed/{name}.py" for name in ("worker", "contenders", "models", "cases"))
+RUN = tuple(f"perf/speed/{name}.py" for name in ("worker", "contenders", "cases"))
 RUN += ("fastkv/lab/shapes.py",)  # what all contenders run
 SPARE = 45.0  # seconds that must be left when a case starts
 

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from fastkv.lab.shapes import Memory, decode, now, timed
 
-from . import models
 from .cases import Case
-from .contenders import CONTENDERS, Generates
+from .contenders import CONTENDERS, Generates, build, checksum, prompt, weight_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
@@ -100,11 +99,11 @@ def measure(case: Case) -> dict[str, Any]:
     """The row of a case; {"out_of_memory": True} if it does not fit on the device."""
     device = torch.device(case.device)
     torch.set_num_threads(case.threads)
-    model = models.build(case.model, device, DTYPES[case.dtype])
-    facts = {"checksum": models.checksum(model, case.model), "weight_bytes": models.weight_bytes(model)}
+    model = build(case.model, device, DTYPES[case.dtype])
+    facts = {"checksum": checksum(model, case.model), "weight_bytes": weight_bytes(model)}
     try:
         contender = CONTENDERS[case.contender](model, case)
-        ids = models.prompt(case.model, case.batch, case.context, device)
+        ids = prompt(case.model, case.batch, case.context, device)
         warm = min(case.context, case.warm)
         contender.read(ids[:, :warm], contender.new(warm))
         row = MEASURES[case.what](contender, ids)
