@@ -16,8 +16,6 @@ tools in the triton wheel. The variants are what recorded launches would compile
 chip, warps and stages. While it is the same, with the same triton, so is the line.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import hashlib
@@ -176,7 +174,6 @@ def faults(
 
 
 def title(variant: Variant) -> str:
-    """How the line of a variant begins."""
     return f"{variant.name:70s} {variant.chip:>6s}"
 
 
@@ -233,7 +230,6 @@ class Table:
         self.made = {of: said for of, said in made}
 
     def add(self, variant: Variant, line: str) -> None:
-        """Note a line, and write the file."""
         self.lines[title(variant)] = line
         self.write()
 

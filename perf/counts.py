@@ -20,8 +20,6 @@ and in machine code of sm_90 what the loop over slots takes to issue, beside wha
     memory        cycles for the bytes of 32 slots on an H200: 19.2 per SM and cycle (4.8 TB/s, 132 SMs, 1.9 GHz)
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -65,7 +63,6 @@ class Count:
         self.done = False
 
     def numbers(self) -> dict[str, int]:
-        """What is reported."""
         return {"instructions": self.instructions, "waits": self.waits, "barriers": self.barriers}
 
     def note(self, program: Program, mask: Any) -> None:

@@ -7,8 +7,6 @@
 Writes README.md and PNG plots beside the files. Tables that were not measured say so. Files of dry runs are ignored.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
@@ -25,7 +23,6 @@ FACTS = ("device", "cpu", "driver", "cuda", "torch", "triton", "transformers", "
 
 
 def environments(files: dict[str, Row]) -> str:
-    """What each file was measured on."""
     rows = []
     for name, file in files.items():
         code = ", ".join(dict.fromkeys(row["source"] for row in file["rows"] if "source" in row))
@@ -46,7 +43,6 @@ def write(folder: Path) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(
         prog="python -m perf.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -8,8 +8,6 @@ case arrive at once; each engine runs in a process of its own. Writes <device>.j
 should have nothing else to do: its load stands beside every number.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -155,11 +153,10 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(measure(options)))
         return
     rows = [row for engine in (STOCK, OURS) for row in in_process("perf.serving", arguments, engine)]
-    lines = [
-        [row["prompt"], row["requests"], row["engine"], row["fit"], f"{row['tokens_per_s']:.1f}", f"{row['ttft']:.2f}"]
-        + [f"{1000 * row['tpot']:.1f}", f"{row['load']:.1f}"]
-        for row in sorted(rows, key=lambda row: (row["prompt"], row["requests"], row["engine"] == OURS))
-    ]
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["prompt"], row["requests"], row["engine"] == OURS)):
+        times = f"{row['tokens_per_s']:.1f}", f"{row['ttft']:.2f}", f"{1000 * row['tpot']:.1f}", f"{row['load']:.1f}"
+        lines.append([row["prompt"], row["requests"], row["engine"], row["fit"], *times])
     names = ("policy", "budget", "block", "answer", "cache_mib", "dtype", "model")
     said = f"`python -m perf.serving`: {', '.join(f'{name} {getattr(options, name)}' for name in names)}"
     header = (

@@ -8,8 +8,6 @@ block before the model reads the question at its end. Needs vLLM's environment (
 which any other command unpacks, or --model DIR. Writes answers.json and answers.md; time is not its subject.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -73,7 +71,6 @@ def server(model: str, options: argparse.Namespace, settings: dict[str, Any], lo
 
 
 def answers(client: OpenAI) -> bool:
-    """Whether the server does."""
     try:
         return bool(client.models.list().data)
     except APIError:

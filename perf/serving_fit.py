@@ -7,8 +7,6 @@ Engines are started and asked nothing, each in a process of its own. Needs vLLM'
 and SmolLM2, which any other command unpacks, or --model DIR. Writes fit.json and fit.md.
 """
 
-from __future__ import annotations
-
 import json
 
 from .serving import engine_of, fitting, in_process, parse, write

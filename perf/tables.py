@@ -1,7 +1,5 @@
 """What every report is made of: result files, Markdown tables, pages, plots."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path

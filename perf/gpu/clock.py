@@ -67,12 +67,16 @@ class Case:
 
     @property
     def peer(self) -> bool:
-        """Whether it is somebody else's."""
         return not self.memory
 
     @property
+    def row(self) -> Row:
+        """The case as data."""
+        row = {"part": self.part, "op": self.op, "heads": self.heads.name, "batch": self.batch, "length": self.length}
+        return row | {"head_dim": self.heads.head_dim}
+
+    @property
     def name(self) -> str:
-        """Unique within the part."""
         return f"{self.op}[{self.heads.name}-B{self.batch}-L{self.length}]"
 
 

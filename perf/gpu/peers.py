@@ -5,8 +5,6 @@ the reason. FlashInfer (optional, 0.6.4) compiles on first use and needs nvcc; s
 timed beside the attention of as many tokens to themselves, which is less.
 """
 
-from __future__ import annotations
-
 import ctypes.util
 import importlib
 import importlib.util

@@ -4,8 +4,6 @@ What answers most comes first: a run that is stopped anywhere has measured what 
 are for an H200 with 16 cores.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict
@@ -65,16 +63,16 @@ def check(place: Place, name: str, case: Row, found: Callable[..., Any], seconds
 
 def of_heads(place: Place, heads: Heads, name: str, correction: str) -> Job:
     """Of the decode step, on a device."""
-    case, (found, given) = {"op": name, "heads": heads.name, "correction": correction}, checks.PER_HEADS[name]
-    given, seconds = given | {"heads": place.heads(heads), "correction": correction}, 20.0 if name == "ticket" else 8.0
-    return check(place, f"{name}[{heads.name}-{correction}]", case, found, seconds, **given)
+    case, seconds = {"op": name, "heads": heads.name, "correction": correction}, 20.0 if name == "ticket" else 8.0
+    given = {"heads": place.heads(heads), "correction": correction}
+    return check(place, f"{name}[{heads.name}-{correction}]", case, checks.PER_HEADS[name], seconds, **given)
 
 
-def of_steps(place: Place, family: str, kind: checks.Kind, how: str) -> Job:
+def of_steps(place: Place, family: str, kind: tuple[str, str, str], how: str) -> Job:
     """Of whole steps of one model, captured or compiled."""
-    case, seconds = {"op": how, "family": family, "kind": kind.name}, 40.0 if how == "compiled" else 10.0
+    case, seconds = {"op": how, "family": family, "kind": "-".join(kind)}, 40.0 if how == "compiled" else 10.0
     given = {"family": family, "kind": kind, "how": how}
-    return check(place, f"{how}[{family}-{kind.name}]", case, checks.check_steps, seconds, **given)
+    return check(place, f"{how}[{family}-{case['kind']}]", case, checks.check_steps, seconds, **given)
 
 
 def whole_cases() -> list[Whole]:
@@ -96,7 +94,7 @@ def whole(place: Place, case: Whole) -> Job:
         return measure_model(toy(case)) if place.toy else engine.in_process("perf.speed.worker", asdict(case))
 
     needs = [f"{name}[{LLAMA.name}-centroids]" for name in checks.PER_HEADS]
-    needs += [f"{case.step}[llama-{checks.KINDS[0].name}]"]
+    needs += [f"{case.step}[llama-{'-'.join(checks.KINDS[0])}]"]
     peer, seconds = case.contender != "fastkv", CONTENDERS[case.contender, case.step]
     told = {"optional": peer, "needs": () if peer else tuple(needs), "seconds": seconds, "file": "gpu_model"}
     return Job(case.name, {"part": "model", **case.as_row()}, run, code_of(measure_model), **told)
@@ -106,4 +104,4 @@ def timing(place: Place, case: Case) -> Job:
     """Of one decode step: fastkv's waits for the checks on its heads."""
     needs = [f"{name}[{case.heads.name}-{case.memory}]" for name in checks.PER_HEADS] if case.memory else []
     told = {"optional": case.peer, "needs": tuple(needs), "seconds": case.seconds, "file": "gpu_timings"}
-    return Job(case.name, timings.row_of(case), partial(timings.run, case, place), code_of(case.build), **told)
+    return Job(case.name, case.row, partial(timings.run, case, place), code_of(case.build), **told)

@@ -7,8 +7,6 @@ python -m perf.leaderboard --tables "" --times   # reading and steps, on a quiet
 python -m perf.leaderboard --tables "" --kvpress-python PATH   # kvpress on the same texts, in an environment of its own
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -136,7 +134,6 @@ def run(
 
 
 def measured(table: Table, model: Any, tokenizer: Any, text: Any, policy: str, keep: float) -> dict[str, Any]:
-    """One cell."""
     if table.question == "none":
         return onward.cell(model, text, policy, keep, table.settings)
     return measure.cell(model, tokenizer, text, policy, keep, table.equal, table.settings)
@@ -165,7 +162,6 @@ def beside_kvpress(model: Any, tokenizer: Any, where: str, python: str, told: di
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m perf.leaderboard", description=__doc__.split("\n")[0])
     parser.epilog = "example: python -m perf.leaderboard --tables later_2048 --quick"
     option, shares = parser.add_argument, ",".join(map(str, KEEPS))

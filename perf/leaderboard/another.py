@@ -4,8 +4,6 @@ Each policy compresses the same texts with heads that are alike and with heads t
 divergence of the text that goes on is compared. What is measured stays: killed, it goes on where it was.
 """
 
-from __future__ import annotations
-
 import argparse
 from itertools import groupby, product
 from operator import itemgetter
@@ -61,7 +59,6 @@ def run(name: str, texts: int) -> None:
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m perf.leaderboard.another", description=__doc__.split("\n")[0])
     parser.epilog = "example: python -m perf.leaderboard.another gemma-3-270m-q4_k_m.gguf"
     parser.add_argument("model", help="a directory or a GGUF file")

@@ -1,7 +1,5 @@
 """Lines of JSON, one a cell: what is there stays, what is missing is measured. Standard library only, for peers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,7 +25,6 @@ def missing(file: Path, wanted: Iterable[Cell]) -> list[Cell]:
 
 
 def add(file: Path, *rows: Cell) -> None:
-    """A line for each."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as out:
         out.writelines(json.dumps(row) + "\n" for row in rows)

@@ -1,7 +1,5 @@
 """One cell of the leaderboard: what a cache of a text answers, and how far its next tokens are from the full one's."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -86,7 +84,6 @@ def forced(model: Any, cache: Any, answers: list[tuple[facts.Question, list[int]
 
 
 def answers_to(tokenizer: Any, question: facts.Question, ids: list[int]) -> bool:
-    """Whether tokens contain the answer."""
     return question.answered_by(tokenizer.decode(ids, skip_special_tokens=True))
 
 

@@ -34,7 +34,6 @@ DRAWN = ("fastkv", "fastkv-reread", "kvzip", "momentkv", "compactor", "keydiff",
 
 
 def removed(keep: float) -> str:
-    """What is gone where that share stays."""
     return f"{100 * (1 - keep):g} %"
 
 

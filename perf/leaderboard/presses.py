@@ -8,8 +8,6 @@ compresses a text while it reads it. Its cache then answers each question alone,
 nothing. TIMES holds tokens [1, N] to read to an eighth; what is timed is asked line by line, see `times`.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys
@@ -77,7 +75,6 @@ class Compressed:
         return found[0].float()
 
     def forget(self) -> None:
-        """Drop what came after the text."""
         for layer, size in zip(self.cache.layers, self.sizes):
             layer.keys, layer.values = layer.keys[:, :, :size], layer.values[:, :, :size]
 
@@ -114,7 +111,6 @@ def cell(model: Any, tokenizer: Any, text: dict[str, Any], press: Any) -> dict[s
 
 
 def loaded(where: str) -> Any:
-    """The model of a directory."""
     return AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 

@@ -1,7 +1,5 @@
 """How long reading a whole prompt and a step after it take, under each policy and with the full cache."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

@@ -4,8 +4,6 @@ The statistics are pytest-benchmark's own: of calls on a CPU, and on a GPU of la
 `perf.gpu.clock`. On a CPU one thread computes: two wait for each other wherever anything else runs.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable
@@ -37,7 +35,6 @@ class Readings:
         self.before = True
 
     def __call__(self) -> float:
-        """Read it."""
         self.before = not self.before
         return self.rounds.pop() if self.before else 0.0
 
@@ -46,7 +43,6 @@ CLOCK = Readings()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One thread."""
     torch.set_num_threads(1)
 
 
@@ -70,13 +66,11 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def dtype(device: torch.device) -> torch.dtype:
-    """What it computes in."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 @pytest.fixture(params=(LLAMA, GEMMA), ids=lambda heads: heads.name)
 def heads(request: pytest.FixtureRequest) -> Heads:
-    """Attention heads of a named model."""
     return request.param
 
 

@@ -1,7 +1,5 @@
 """A cache layer as operators take it, with random tokens and heads of named models, for single operators."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Whole layers and a whole model by policy and correction, evictions included. On a CPU; a GPU has `perf.speed`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -28,7 +26,6 @@ CORRECTIONS = [one.name for one in corrections.ALL if not (one.key_only or one.m
 
 @pytest.fixture
 def device() -> torch.device:
-    """The CPU only."""
     return torch.device("cpu")
 
 
@@ -50,7 +47,6 @@ def steps(policy: str, **options: Any) -> tuple:
 
 
 def period(layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Sixteen decode steps."""
     for index in range(PERIOD):
         layer(*(one[:, :, index : index + 1] for one in (q, k, v)))
 

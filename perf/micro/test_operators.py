@@ -1,18 +1,25 @@
-"""What changes a cache layer: decode steps by correction, prompt blocks, compaction, eviction, centroids."""
-
-from __future__ import annotations
+"""Operators: decode steps by correction, prompt blocks, compaction, eviction, centroids, scores and selection."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from fastkv import corrections, ops
+from fastkv import corrections, ops, reference
 from fastkv.reference import LayerState
 
 from . import states
+from .conftest import check
 
 FREE, BLOCK = 16, 128
+NUM = {"cpu": 4096, "cuda": 65_536}  # keys
+CALLS = {
+    "keydiff_scores": lambda module, q, keys: module.keydiff_scores(keys),
+    "manifold_scores": lambda module, q, keys: module.manifold_scores(keys),
+    "leverage_scores": lambda module, q, keys: module.leverage_scores(keys),
+    "noncausal_attention_mass": lambda module, q, keys: module.noncausal_attention_mass(q, keys, states.SCALE),
+    "window_scores": lambda module, q, keys: module.window_scores(q[:, :, -32:], keys, states.SCALE),
+}
 
 
 @pytest.fixture
@@ -116,3 +123,31 @@ def test_centroids(timed: Any, tokens: int, layer: Any, block: Any, device: torc
         return keys, values, positions, valid, ~valid, FREE, layer(tokens, correction="centroids")
 
     timed(make, lambda *cell: ops.remember(*cell, states.spec("centroids")))
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_scores(timed: Any, op: str, heads: Any, device: torch.device, dtype: torch.dtype) -> None:
+    num, call = NUM[device.type], CALLS[op]
+
+    def make() -> tuple:
+        q = torch.randn(1, heads.num_heads, num, heads.head_dim, device=device, dtype=dtype)
+        return q, torch.randn(1, heads.num_kv_heads, num, heads.head_dim, device=device, dtype=dtype)
+
+    q, keys = make()
+    check(call(ops, q[:, :, -BLOCK:], keys[:, :, -BLOCK:]), call(reference, q[:, :, -BLOCK:], keys[:, :, -BLOCK:]))
+    timed(make, lambda q, keys: call(ops, q, keys))
+
+
+@pytest.mark.parametrize("tokens", [1024, 4096])
+def test_select(timed: Any, tokens: int, candidates: Any) -> None:
+    positions, valid, guard = candidates(tokens + BLOCK)
+
+    def make() -> tuple:
+        return (torch.rand(positions.shape, device=positions.device),)
+
+    def run(scores: torch.Tensor, module: Any = ops) -> torch.Tensor:
+        return module.select(scores, positions, valid, guard, tokens).kept
+
+    cell = make()
+    assert torch.equal(run(*cell), run(*cell, module=reference))
+    timed(make, run)

@@ -3,8 +3,6 @@
 python -m perf.papers [--quick] [--only NAME,...] [--text FILE] [--again]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time
@@ -45,7 +43,6 @@ def measure(row: Row, bench: Bench, file: Path, settings: dict[str, Any]) -> Non
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command."""
     parser = argparse.ArgumentParser(prog="python -m perf.papers", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="smallest sizes, into build/papers: to try the command")
     parser.add_argument("--only", default="", help="rows to measure, separated by commas (default: all)")

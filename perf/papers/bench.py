@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from random import Random
 from typing import Any
@@ -13,13 +13,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fastkv import Budget, patch, unpatch
+from fastkv import Budget, patch, policies, unpatch
 from fastkv.calibration.quality import context_nll
 from fastkv.integrations.transformers import rotations, selfcheck
 from fastkv.integrations.transformers.cache import FastKVCache
 from fastkv.integrations.transformers.stock import CACHE
 from fastkv.lab import facts
 from fastkv.lab.reading import Reading, forced
+
+from .row import PLAIN
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,31 @@ class Answers:
     nll: float | None
 
 
+@dataclass(frozen=True)
+class Cache:
+    """A way to compress: policy, how the budget is shared, in blocks or whole, and correction with its maps.
+
+    halves: whether a quarter of the room holds tokens with one of key and value, twice as many.
+    """
+
+    policy: Any
+    heads: str = "uniform"
+    layers: str = "uniform"
+    block: int | None = None
+    correction: Any = "none"
+    vector: Any = None
+    halves: bool = False
+
+
+def caches(row: str) -> dict[str, Cache]:
+    """Those that a row of rows.yaml compares."""
+    own, found = {one.name for one in fields(Cache)}, {}
+    for name, way in PLAIN[row].caches.items():
+        policy = policies.get(way["policy"], **{key: value for key, value in way.items() if key not in own})
+        found[name] = Cache(**{**{key: value for key, value in way.items() if key in own}, "policy": policy})
+    return found
+
+
 class Bench:
     """What rows measure with.
 
@@ -59,16 +86,13 @@ class Bench:
 
     @property
     def heads(self) -> int:
-        """KV heads of a layer."""
         return int(self.model.config.num_key_value_heads)
 
     def size(self, whole: int, quick: int) -> int:
-        """A number of tokens or texts."""
         return quick if self.quick else whole
 
     @cached_property
     def rotary(self) -> dict[int, Any]:
-        """How each layer turns its keys."""
         return rotations(self.model, range(self.model.config.num_hidden_layers), halves=True)
 
     def stretch(self, length: int, seed: int, source: str | None = None) -> Tensor:

@@ -1,7 +1,5 @@
 """Rows about keys, queries and values themselves: one reading of a text, no cache is compressed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -60,7 +58,6 @@ def judge_r2(n: dict[str, Any]) -> Judged:
 
 
 def draw_r2(axes: Any, n: dict[str, Any]) -> None:
-    """R^2 over layers."""
     axes[0].plot(n["joint"], label="one map a layer")
     axes[0].plot([mean(layer) for layer in n["by_head"]], label="one map a KV head")
     axes[0].plot([max(value, -1) for value in n["inverse"]], label="pseudo-inverse (cut at -1)")
@@ -154,7 +151,6 @@ def judge_dimension(n: dict[str, Any]) -> Judged:
 
 
 def draw_dimension(axes: Any, n: dict[str, Any]) -> None:
-    """The three estimates over layers."""
     for index, name in enumerate(("PCA, 95 % of the variance", "Two-NN", "maximum likelihood")):
         axes[0].plot([mean(head[index] for head in layer) for layer in n["layers"]], label=name)
     axes[0].set(xlabel="layer", ylabel="intrinsic dimension")

@@ -1,8 +1,5 @@
 """Rows about what eviction costs within a layer, and what moments of the evicted tokens give back (MomentKV)."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,28 +7,11 @@ from torch import Tensor
 
 from fastkv import Budget
 from fastkv.lab.fidelity import Full, Witness, distance, feed
-from fastkv.policies import MomentKV
 
-from .bench import Bench, Text
-from .row import Judged, Measured, mean, number, percent
+from .bench import Bench, Text, caches
+from .row import PLAIN, Judged, Measured, mean, number, percent
 
 BUDGETS = (128, 256, 512)
-# Table 3: moment-informed eviction (MI) and corrected inference (NC); Table 4: their order.
-CACHES: Mapping[str, tuple[Any, str]] = {
-    "SnapKV": ("snapkv", "none"),
-    "chunks": (MomentKV(informed=False), "none"),
-    "MI": (MomentKV(), "none"),
-    "NC": ("snapkv", "moments"),
-    "both": (MomentKV(), "moments"),
-    "order 0": (MomentKV(residual_order=0), "mean"),
-}
-PAPER = {  # LongBench, L = 128, 256, 512
-    "SnapKV": (43.21, 45.50, 47.29),
-    "MI": (43.78, 45.85, 47.52),
-    "NC": (45.62, 47.05, 47.98),
-    "both": (46.38, 47.59, 48.27),
-    "order 0": (44.15, None, None),
-}
 
 
 def fed(bench: Bench, tokens: Tensor, steps: int) -> tuple[Text, Full]:
@@ -115,7 +95,6 @@ def judge_why(n: dict[str, Any]) -> Judged:
 
 
 def draw_why(axes: Any, n: dict[str, Any]) -> None:
-    """The three quantities over layers."""
     first = n["caches"][0]
     for axis, name, title in zip(axes, ("mass", "cosine", "own"), ("evicted mass", "cos(f_E, f_R)", "relative error")):
         axis.plot(first[name], label=f"L = {first['tokens']}, mean {mean(first[name]):.3f}")
@@ -132,9 +111,9 @@ def components(bench: Bench) -> dict[str, Any]:
         text = bench.stretch(context, 20 + seed)
         reading, full = fed(bench, text, steps)
         for tokens in budgets:
-            for name, (policy, correction) in CACHES.items():
+            for name, one in caches("momentkv_components").items():
                 budget = Budget(tokens=tokens, sinks=1, recent=32, heads="adaptive")
-                one = evicted(bench, reading, text[:, -steps:], full, policy, budget, correction)
+                one = evicted(bench, reading, text[:, -steps:], full, one.policy, budget, one.correction)
                 cell = found.setdefault(f"{name} {tokens}", {"own": [], "kl": [], "error": [], "layers": []})
                 for key in ("own", "error"):
                     cell[key].append(mean(one[key]))
@@ -153,8 +132,9 @@ def judge_components(n: dict[str, Any]) -> Judged:
         return {name: 1 - one / base for name, one in zip(parts, rest)}
 
     rows = []
-    for name in CACHES:
-        for tokens, paper in zip(n["budgets"], PAPER.get(name, (None,) * 3)):
+    row = PLAIN["momentkv_components"]
+    for name in row.caches:
+        for tokens, paper in zip(n["budgets"], row.published.get(name, (None,) * 3)):
             cell = n["caches"][f"{name} {tokens}"]
             rows.append((name, tokens, number(paper, 2), percent(mean(cell["own"])), number(mean(cell["kl"]))))
     own, close = gains("own"), mean(mean(layers[1]) for layers in n["caches"][f"both {least}"]["layers"])

@@ -1,7 +1,5 @@
 """docs/papers.md and its pictures, from JSON and nothing else; its words: page.jinja."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,12 +23,10 @@ def rounded(value: Any) -> Any:
 
 
 def load(folder: Path) -> dict[str, dict[str, Any]]:
-    """All results, by row."""
     return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
 
 
 def render(rows: Sequence[Row], results: dict[str, dict[str, Any]], pictures: str) -> str:
-    """The page."""
     shown = [told(row, results) for row in rows if row.judge is None or row.name in results]
     measured = machines([one["result"] for one in shown if "result" in one])
     template = Path(__file__).with_suffix(".jinja").read_text(encoding="utf-8")
@@ -50,7 +46,6 @@ def told(row: Row, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def machines(results: Sequence[dict[str, Any]]) -> str:
-    """What the numbers were measured on."""
     told = ("cpu", "threads", "python", "torch", "transformers")
     kinds = dict.fromkeys(", ".join(f"{name} {one['environment'][name]}" for name in told) for one in results)
     return "Machine: " + "; ".join(kinds) + "." if kinds else "Nothing has been measured yet."
@@ -72,7 +67,6 @@ def draw(rows: Sequence[Row], results: dict[str, dict[str, Any]], folder: Path) 
 
 
 def write(rows: Sequence[Row], folder: Path, page: Path, pictures: Path) -> None:
-    """The page and the pictures."""
     results = load(folder)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(render(rows, results, f"{pictures.parent.name}/{pictures.name}"), encoding="utf-8")

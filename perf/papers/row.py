@@ -1,7 +1,5 @@
 """One figure or table of a paper: what it says, how it is measured here, and what the numbers make of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +31,7 @@ class Judged:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """A row of the page.
 
@@ -43,6 +41,7 @@ class Row:
         here: the number to compare, in words.  evidence: sentences that say why, with measured numbers.
         measure: Bench -> numbers that JSON can hold.  judge: those numbers -> `Judged`.  draw: axes and numbers.
         panels: of the picture, side by side.  why: of a row that cannot be tried.
+        keeps, texts, caches, published: see rows.yaml.
     """
 
     paper: str
@@ -57,22 +56,27 @@ class Row:
     draw: Callable[[Any, dict[str, Any]], None] | None = None
     panels: int = 1
     why: str = ""
+    keeps: Sequence[float] = ()
+    texts: int = 6
+    caches: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    published: Mapping[Any, Any] = field(default_factory=dict)
 
     @property
     def anchor(self) -> str:
-        """Of its section."""
         return self.name.replace("_", "-")
 
 
 Measured = tuple[Callable[..., Any], ...]  # of a row: `measure`, `judge` and, if it has one, `draw`
 
 
+TOLD = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text(encoding="utf-8"))  # the rows, in order
+PLAIN = {row["name"]: Row(**row) for row in TOLD if "name" in row}  # without functions
+
+
 def listed(measured: Mapping[str, Measured]) -> tuple[Row, ...]:
     """The rows of rows.yaml, in the order of the page."""
-    told = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text(encoding="utf-8"))
-    return tuple(
-        Row(**row, **dict(zip(("measure", "judge", "draw"), measured.get(row.get("name"), ())))) for row in told
-    )
+    ways = [dict(zip(("measure", "judge", "draw"), measured.get(row.get("name"), ()))) for row in TOLD]
+    return tuple(Row(**row, **way) for row, way in zip(TOLD, ways))
 
 
 def mean(values: Iterable[float | None]) -> float | None:
@@ -88,12 +92,10 @@ def error(values: Iterable[float | None]) -> float | None:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A cell of a table."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def percent(value: float | None, unit: str = " %") -> str:
-    """A share as a cell of a table."""
     return "-" if value is None else f"{100 * value:.0f}{unit}"
 
 

@@ -1,10 +1,7 @@
 """Rows about answers: facts in real text, compressed before any question is known."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Any
@@ -14,30 +11,11 @@ import torch
 from fastkv import Budget, corrections, reference
 from fastkv.calibration.quality import keep_for
 from fastkv.lab import facts, fit_context, fit_vector
-from fastkv.policies import Compactor, KeyDiff, Leverage, Manifold, NonCausal
 
-from .bench import Asked, Bench, Text
-from .row import Judged, Measured, error, mean, number, percent
+from .bench import Asked, Bench, Cache, Text, caches
+from .row import PLAIN, Judged, Measured, error, mean, number, percent
 
-KEEPS = (0.75, 0.5, 0.25, 0.1, 0.05)
-BLOCK = 128
 FEWEST = 30  # questions that a verdict rests on
-
-
-@dataclass(frozen=True)
-class Cache:
-    """A way to compress: policy, how the budget is shared, in blocks or whole, and correction with its maps.
-
-    halves: whether a quarter of the room holds tokens with one of key and value, twice as many.
-    """
-
-    policy: Any
-    heads: str = "uniform"
-    layers: str = "uniform"
-    block: int | None = None
-    correction: Any = "none"
-    vector: Any = None
-    halves: bool = False
 
 
 def asked_texts(bench: Bench, texts: int, length: int, make: Any = facts.sample) -> Iterator[tuple[Text, list[Asked]]]:
@@ -133,50 +111,23 @@ def draw_answers(axes: Any, n: dict[str, Any]) -> None:
 
 # Compactor.
 
-FIG5 = {
-    "compactor": Cache(Compactor(sketch=32)),
-    "snapkv": Cache("snapkv"),
-    "h2o": Cache("h2o"),
-    "pyramidkv": Cache("snapkv", layers="pyramid"),
-    "random": Cache("random"),
-}
-PAPER5 = {"compactor": (93.8, 87.4, 77.5, 59.5, 43.1)}
-
 
 def judge_fig5(n: dict[str, Any]) -> Judged:
     """Compactor degrades most gracefully where the question comes later."""
     ours = [share(n, "compactor", keep) for keep in n["keeps"]]
     others = [max(share(n, name, keep) or 0 for name in n["caches"][1:]) for keep in n["keeps"]]
     ahead = all(one >= other - spread(n) for one, other in zip(ours, others))
-    short = [paper - 100 * one for one, paper in zip(ours, PAPER5["compactor"])]  # points
+    paper = PLAIN["compactor_ruler"].published
+    short = [told - 100 * one for one, told in zip(ours, paper["compactor"])]  # points
     facts = {"ours": ours, "others": others, "ahead": ahead}
     facts["worse_from"] = next((keep for keep, points in zip(n["keeps"], short) if points >= 15), None)
     good = ahead and all(abs(points) < 15 for points in short[:3])
-    return judged(n, good, answers_table(n, PAPER5), **facts)
-
-
-VARIANTS = {
-    "Cholesky (default)": Cache(Compactor(sketch=32, blend=0.35)),
-    "SVD": Cache(Compactor(sketch=32, blend=0.35, method="svd")),
-    "QR": Cache(Compactor(sketch=32, blend=0.35, method="qr")),
-    "SRHT": Cache(Compactor(sketch=32, blend=0.35, method="srht")),
-    "exact": Cache(Compactor(sketch=None, blend=0.35, method="exact")),
-    "attention only": Cache(NonCausal()),
-    "leverage only": Cache(Leverage(sketch=32)),
-}
-PAPER_VARIANTS = {
-    "Cholesky (default)": (86.8, 58.2),  # its Gram matrix by eigenvalues
-    "SVD": (87.4, 59.5),
-    "QR": (87.2, 59.8),
-    "SRHT": (87.8, 59.9),
-    "exact": (88.1, 59.4),
-    "leverage only": (81.7, 34.7),
-}
+    return judged(n, good, answers_table(n, paper), **facts)
 
 
 def variants(bench: Bench) -> dict[str, Any]:
     """Answers, and by how much the routes to leverage differ as numbers."""
-    found = answered(bench, VARIANTS, (0.5, 0.1), texts=6, length=1024)
+    found = of("compactor_variants")(bench)
     reading = Text(bench, bench.stretch(bench.size(1024, 160), 3))
     most, condition = 0.0, []
     for index in range(len(reading.layers)):
@@ -194,28 +145,13 @@ def judge_variants(n: dict[str, Any]) -> Judged:
     apart = max(abs(share(n, a, keep) - share(n, b, keep)) for a in names for b in names for keep in n["keeps"])
     told = over_shares(n)[0]
     good = apart <= 0.03 and told["SVD"] >= told["leverage only"]
-    return judged(n, good, answers_table(n, PAPER_VARIANTS), apart=apart)
-
-
-ATTENTION = {
-    "as the authors' code": Cache(Compactor(sketch=32)),
-    "norm of v after pooling": Cache(Compactor(sketch=32, values_first=False)),
-    "with 1/√d": Cache(Compactor(sketch=32, scaled=True)),
-    "centred keys": Cache(Compactor(sketch=32, centred=True)),
-    "leverage only": Cache(Leverage(sketch=32)),
-}
+    return judged(n, good, answers_table(n, PLAIN["compactor_variants"].published), apart=apart)
 
 
 def judge_attention(n: dict[str, Any]) -> Judged:
     """Whether attention helps beside leverage, and what of its form matters."""
     told = over_shares(n)[0]
     return judged(n, told["as the authors' code"] > told["leverage only"], answers_table(n))
-
-
-def nll_ratios(bench: Bench) -> dict[str, Any]:
-    """NLL of answers over the share kept, and what calibration makes of it (Figs. 6 and 7)."""
-    caches = {name: FIG5[name] for name in ("compactor", "snapkv", "pyramidkv", "random")}
-    return answered(bench, caches, (0.75, 0.5, 0.25, 0.1), 6, 1024, partial(facts.sample, split="tuning"))
 
 
 def kept_at(n: dict[str, Any], name: str, quality: float = 0.95) -> float:
@@ -230,9 +166,6 @@ def kept_at(n: dict[str, Any], name: str, quality: float = 0.95) -> float:
     return keep_for(quality, alpha * torch.tensor(n["text_nll"]).double() + beta).mean().item()
 
 
-PAPER7 = {"compactor": 0.38, "snapkv": 0.72, "pyramidkv": 0.75, "random": 0.90}
-
-
 def judge_kept(n: dict[str, Any]) -> Judged:
     """Compactor needs the fewest tokens, random eviction the most."""
     kept = {name: kept_at(n, name) for name in n["caches"]}
@@ -242,13 +175,12 @@ def judge_kept(n: dict[str, Any]) -> Judged:
                    for full, got in zip(n["full_nll"], n["cells"][f"{name} 0.5"]["nll"]) if full is not None)
         for name in n["caches"]
     }  # fmt: skip
-    rows = [(name, percent(PAPER7[name]), percent(one)) for name, one in kept.items()]
+    rows = [(name, percent(PLAIN["compactor_kept"].published[name]), percent(one)) for name, one in kept.items()]
     head = ("policy", "paper, kept at τ = .95", "ours")
     return judged(n, ordered and kept["compactor"] < 0.6, (head, *rows), kept=kept, ratio=ratio, ordered=ordered)
 
 
 def draw_ratios(axes: Any, n: dict[str, Any]) -> None:
-    """NLL ratio over the share kept."""
     for name in n["caches"]:
         line = [mean(min(full / got, 1.0) for full, got in zip(n["full_nll"], n["cells"][f"{name} {keep}"]["nll"])
                      if full is not None and got) for keep in n["keeps"]]  # fmt: skip
@@ -258,36 +190,18 @@ def draw_ratios(axes: Any, n: dict[str, Any]) -> None:
 
 # KeyDiff and ManifoldKV.
 
-BLOCKS = {
-    f"{name}, {how}": Cache(policy, block=block)
-    for name, policy in (("KeyDiff", "keydiff"), ("TOVA", "tova"), ("SnapKV", "snapkv"))
-    for how, block in (("whole", None), (f"blocks of {BLOCK}", BLOCK))
-}
-PAPER9 = {"KeyDiff": (49.07, 48.14), "TOVA": (49.25, 41.12), "SnapKV": (49.41, 44.46)}
-
 
 def judge_blocks(n: dict[str, Any]) -> Judged:
     """Reading in blocks costs KeyDiff least."""
-    (keep,), ways = n["keeps"], ("whole", f"blocks of {BLOCK}")
-    ours = {name: [share(n, f"{name}, {way}", keep) for way in ways] for name in PAPER9}
-    losses = {name: [nll(n, f"{name}, {way}", keep) or 0 for way in ways] for name in PAPER9}
+    (keep,), ways, paper = n["keeps"], ("whole", "blocks of 128"), PLAIN["keydiff_blocks"].published
+    ours = {name: [share(n, f"{name}, {way}", keep) for way in ways] for name in paper}
+    losses = {name: [nll(n, f"{name}, {way}", keep) or 0 for way in ways] for name in paper}
     best = max(ours, key=lambda name: ours[name][1])
     falls = {name: whole - blocks for name, (whole, blocks) in ours.items()}
     rows = [("policy", "paper, whole", "paper, blocks", "ours, whole", "ours, blocks")]
-    rows += [(name, *PAPER9[name], *map(percent, ours[name])) for name in ours]
+    rows += [(name, *paper[name], *map(percent, ours[name])) for name in ours]
     good = best == "KeyDiff" and falls["KeyDiff"] <= min(falls.values())
     return judged(n, good, rows, ours=ours, best=best, added={name: b - a for name, (a, b) in losses.items()})
-
-
-ANCHORS = {
-    "mean": Cache(KeyDiff()),
-    "normalized mean": Cache(KeyDiff(anchor="normalized_mean")),
-    "pairwise": Cache(KeyDiff(anchor="pairwise")),
-    "median": Cache(KeyDiff(anchor="median")),
-    "dot": Cache(KeyDiff(distance="dot")),
-    "Euclidean": Cache(KeyDiff(distance="euclidean")),
-}
-PAPER14 = {"normalized mean": 40.28, "pairwise": 40.61, "median": 40.67, "dot": 38.01, "Euclidean": 21.06}
 
 
 def judge_anchors(n: dict[str, Any]) -> Judged:
@@ -296,18 +210,9 @@ def judge_anchors(n: dict[str, Any]) -> Judged:
     anchors, losses = [*told.values()][:4], [*lost.values()][:4]
     apart = max(losses) - min(losses)
     head, *rows = answers_table(n)
-    rows = [[*row, number(lost[row[0]], 2), PAPER14.get(row[0], "")] for row in rows]
+    rows = [[*row, number(lost[row[0]], 2), PLAIN["keydiff_anchors"].published.get(row[0], "")] for row in rows]
     good = apart <= 0.1 and lost["mean"] < lost["dot"] < lost["Euclidean"]
     return judged(n, good, [[*head, "NLL", "paper, LongBench at 4K"], *rows], anchors=anchors, apart=apart)
-
-
-METRICS = {
-    f"{name}{', heads share' * shared}": Cache(policy, heads="adaptive" if shared else "uniform")
-    for shared in (False, True)
-    for name, policy in (("L2", Manifold()), ("L1", Manifold(metric="l1")), ("L∞", Manifold(metric="linf")),
-                         ("cosine", Manifold(metric="cosine")))
-    if not shared or name in ("L2", "cosine")
-}  # fmt: skip
 
 
 def many_keys(tokenizer: Any, length: int, seed: int) -> facts.Sample:
@@ -350,8 +255,6 @@ def judge_metrics(n: dict[str, Any]) -> Judged:
 
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-PAPER_SWEEP = {0.5: ("43.6", "", "45.5", "", "41.8"), 0.25: ("42.9", "", "", "44.3 at .8", "41.6"),
-               0.1: ("", "", "40.5", "", "")}  # fmt: skip
 
 
 def sweep(bench: Bench) -> dict[str, Any]:
@@ -377,20 +280,15 @@ def judge_sweep(n: dict[str, Any]) -> Judged:
     best = {keep: min(range(len(SHARES)), key=losses.__getitem__) for keep, losses in lost.items()}
     inside = [keep for keep, index in best.items() if 0 < index < len(SHARES) - 1]
     gain = [losses[2] - losses[0] for losses in lost.values()]
+    paper = PLAIN["vector_sweep"].published
     rows = [
-        (f"{1 - keep:.2f}", *(f"{percent(share(n, name, keep))} {number(loss, 2)}" + (f" ({paper})" if paper else "")
-                               for name, loss, paper in zip(n["caches"], losses, PAPER_SWEEP[keep])))
+        (f"{1 - keep:.2f}", *(f"{percent(share(n, name, keep))} {number(loss, 2)}" + (f" ({told})" if told else "")
+                               for name, loss, told in zip(n["caches"], losses, paper[keep])))
         for keep, losses in lost.items()
     ]  # fmt: skip
     facts = {"best": {keep: SHARES[index] for keep, index in best.items()}, "gain": gain, "depths": by_depth(n)}
     good = len(inside) >= 2 and all(value < 0 for value in gain)
     return judged(n, good, (("p_c", *(f"p_a = {pairs} (1 - p_c)" for pairs in SHARES)), *rows), **facts)
-
-
-ONE_OF_TWO = {name: Cache("keydiff", halves=name != "plain") for name in ("plain", "V-only", "K-only")}
-PAPER5_VECTOR = {  # mean of four LongBench tasks at p_c = .25, .5, .75, .9
-    "plain": (47.6, 44.1, 37.0, 24.8), "V-only": (47.7, 48.4, 42.2, 31.3), "K-only": (47.5, 44.4, 39.5, 26.1),
-}  # fmt: skip
 
 
 def values_or_keys(bench: Bench) -> dict[str, Any]:
@@ -407,7 +305,7 @@ def values_or_keys(bench: Bench) -> dict[str, Any]:
             for kind, known, wanted in (("V-only", k, v), ("K-only", v, k)):
                 sums.setdefault((layer, kind), fit_vector.Sums(known, wanted)).add(known, wanted)
     maps = {key: fit_vector.each_head(one.solve().float(), bench.heads) for key, one in sums.items()}
-    return answered(bench, ONE_OF_TWO, (0.5, 0.25), 4, 1024, halve=partial(stand_in, bench, maps))
+    return answered(bench, caches("vector_keys"), (0.5, 0.25), 4, 1024, halve=partial(stand_in, bench, maps))
 
 
 def stand_in(
@@ -433,10 +331,10 @@ def stand_in(
 
 def judge_one_of_two(n: dict[str, Any]) -> Judged:
     """Values may be made of keys, keys should not be made of values."""
-    losses = {name: [nll(n, name, keep) or 0 for keep in n["keeps"]] for name in ONE_OF_TWO}
+    losses = {name: [nll(n, name, keep) or 0 for keep in n["keeps"]] for name in n["caches"]}
     gained = {name: [plain - own for plain, own in zip(losses["plain"], one)] for name, one in losses.items()}
     better, less = all(v > k for v, k in zip(gained["V-only"], gained["K-only"])), min(gained["V-only"]) > 0
-    rows = answers_table(n, {name: PAPER5_VECTOR[name][1:3] for name in ONE_OF_TWO})
+    rows = answers_table(n, PLAIN["vector_keys"].published)
     return judged(n, better and less, rows, losses=losses, better=better, less=less)
 
 
@@ -454,7 +352,6 @@ def by_depth(n: dict[str, Any]) -> list[list[float | None]]:
 
 
 def draw_sweep(axes: Any, n: dict[str, Any]) -> None:
-    """NLL of the answers over p_a."""
     for keep in n["keeps"]:
         axes[0].plot(
             SHARES, [nll(n, name, keep) or 0 for name in n["caches"]], marker="o", ms=4, label=f"p_c = {1 - keep:.2f}"
@@ -462,20 +359,22 @@ def draw_sweep(axes: Any, n: dict[str, Any]) -> None:
     axes[0].set(xlabel="p_a / (1 - p_c)", ylabel="NLL of the answers, nats")
 
 
-def of(caches: Mapping[str, Cache], keeps: Sequence[float], texts: int = 6, make: Any = facts.sample) -> Any:
-    """What `answered` says of texts of 1,024 tokens."""
-    return lambda bench: answered(bench, caches, keeps, texts, 1024, make)
+def of(name: str, make: Any = facts.sample) -> Any:
+    """What `answered` says of the caches of a row, and texts of 1,024 tokens."""
+    row = PLAIN[name]
+    return lambda bench: answered(bench, caches(name), row.keeps, row.texts, 1024, make)
 
 
 MEASURED: dict[str, Measured] = {
-    "compactor_ruler": (of(FIG5, KEEPS, 7), judge_fig5, draw_answers),
+    "compactor_ruler": (of("compactor_ruler"), judge_fig5, draw_answers),
     "compactor_variants": (variants, judge_variants),
-    "compactor_attention": (of(ATTENTION, (0.5, 0.1)), judge_attention),
-    "compactor_kept": (nll_ratios, judge_kept, draw_ratios),
-    "keydiff_blocks": (of(BLOCKS, (0.25,)), judge_blocks),
-    "keydiff_anchors": (of(ANCHORS, (0.5, 0.25)), judge_anchors),
-    "manifold_multikey": (of(METRICS, (0.6, 0.5), 8, make=many_keys), judge_multikey),
-    "manifold_metrics": (of(METRICS, (0.5, 0.25)), judge_metrics),
+    "compactor_attention": (of("compactor_attention"), judge_attention),
+    # NLL of answers over the share kept, and what calibration makes of it (Figs. 6 and 7).
+    "compactor_kept": (of("compactor_kept", partial(facts.sample, split="tuning")), judge_kept, draw_ratios),
+    "keydiff_blocks": (of("keydiff_blocks"), judge_blocks),
+    "keydiff_anchors": (of("keydiff_anchors"), judge_anchors),
+    "manifold_multikey": (of("manifold_multikey", many_keys), judge_multikey),
+    "manifold_metrics": (of("manifold_metrics"), judge_metrics),
     "vector_sweep": (sweep, judge_sweep, draw_sweep),
     "vector_keys": (values_or_keys, judge_one_of_two),
 }

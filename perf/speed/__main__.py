@@ -10,8 +10,6 @@ continued by the same command. Exit code: 0 complete, 1 something failed, 3 case
 kvpress was not given.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time
@@ -28,7 +26,6 @@ SPARE = 45.0  # seconds that must be left when a case starts
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Command line."""
     parser = engine.command("perf.speed", __doc__, minutes=8.0)
     names = {"choices": tuple(PARTS), "default": list(PARTS), "metavar": "PART"}
     parser.add_argument("--parts", nargs="+", **names, help="some of the parts; see --list")

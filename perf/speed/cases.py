@@ -3,8 +3,6 @@
 Standard library only: peers read it too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -44,7 +42,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Unique within a part."""
         kept = f"-{self.policy}-{self.budget}" if self.policy else ""
         read = f"-blocks{self.block}" if self.block else ""
         step = "" if self.step == "eager" else f"-{self.step}"
@@ -69,7 +66,6 @@ class Case:
         return 2 * max(self.budget, self.block or 0, 512)
 
     def as_row(self) -> dict[str, object]:
-        """All of it, as it stands in a row."""
         return {"cache": self.cache, **asdict(self)}
 
 
@@ -91,7 +87,6 @@ def kept(contender: str, policy: str = "", model: str = SMALL, budget: int = 512
 
 
 def full(model: str = SMALL, **more: object) -> Case:
-    """The full cache."""
     return kept("full", "", model, 0, samples=4, **more)
 
 
@@ -132,5 +127,4 @@ PARTS: dict[str, list[Case]] = {
     "cpu_flat": interleaved(grid(blocks("keydiff", "momentkv", samples=48), (131_072,), 1, what="flat")),
     "cpu_compiled": grid([full(block=512), *blocks("keydiff", "momentkv")], (16_384,), step="compiled"),
     "cpu_families": grid(rivals("qwen3-small"), (2048, 8192)) + grid(GEMMA, (2048, 8192)),
-    "cpu_long": grid(rivals(), (32_768,), 1),
 }

@@ -3,8 +3,6 @@
 Peers are imported where they are used.
 """
 
-from __future__ import annotations
-
 import zlib
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -30,7 +28,6 @@ SHAPES = {
 
 
 def build(name: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """The model of that name."""
     return SHAPES[name].build(device, dtype)
 
 
@@ -77,8 +74,6 @@ class Generates(Full):
 
 
 class Stock(Generates):
-    """The full cache."""
-
     def generate(self, ids: Tensor, new: int, **options: Any) -> Tensor:
         """With a static cache where steps are compiled."""
         static = {"cache_implementation": "static"} if self.how == "compiled" else {}
@@ -86,8 +81,6 @@ class Stock(Generates):
 
 
 class FastKV(Compressed, Generates):
-    """A patched model."""
-
     def __init__(self, model: Any, case: Case) -> None:
         import fastkv
 

@@ -1,7 +1,5 @@
 """Speed of whole models in reports, from perf/results/speed_*.json: tables, plots, and the page on performance."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -107,7 +105,6 @@ class Speed:
 
 
 def command(part: str) -> str:
-    """What was run for a part."""
     return f"`python -m perf.speed --parts {part} --kvpress-python PATH`"
 
 
@@ -130,7 +127,6 @@ def decode_table(speed: Speed, rows: list[Row]) -> str:
 
 
 def part_table(speed: Speed, rows: list[Row]) -> str:
-    """Everything measured in a part."""
     wholes, flats = [], []
     for row in rows:
         if "generate_s" in row:
@@ -211,7 +207,6 @@ def chapter(files: dict[str, Row], folder: Path) -> str:
 
 
 def machine(file: Row) -> str:
-    """What the results of a file were measured on."""
     facts = file["environment"]
     device = facts["device"] if facts["device"] != "cpu" else f"{facts['threads']} threads of {facts['cpu']}"
     return f"{device}; torch {facts['torch']}, transformers {facts['transformers']}"
@@ -240,11 +235,10 @@ def section(files: dict[str, Row], folder: str = "../perf/results") -> str:
 def front(files: dict[str, Row]) -> str:
     """The README's table between its markers, markers included: time and memory beside the full cache."""
     _, rows = headline(files)
-    lines = [
-        [row["cache"], row["kept"], f"{row['first_s']:.1f}", f"{row['ms']['p50']:.1f}", _mib(row["cache_bytes"])]
-        + [f"{row['peak_bytes'] / MIB:.0f}"]
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        times = f"{row['first_s']:.1f}", f"{row['ms']['p50']:.1f}"
+        lines.append([row["cache"], row["kept"], *times, _mib(row["cache_bytes"]), f"{row['peak_bytes'] / MIB:.0f}"])
     header = ("cache", "tokens kept", "first token, s", "ms per step", "cache, MiB", "peak above the model, MiB")
     text = f"Time and memory after {CONTEXT:,} tokens, batch {rows[0]['batch']}: {_title(rows[0])}, random "
     text += f"weights, {rows[0]['dtype']};\n{machine(files[PREFIX + HEADLINE])} (`make perf`):\n\n"

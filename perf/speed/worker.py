@@ -6,8 +6,6 @@ Runs under the interpreter of the contender: fastkv's, or that of an environment
 only has the shapes of models and the clock.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys
@@ -39,7 +37,6 @@ def copy_gbps(device: torch.device) -> float:
 
 
 def spread(samples: list[float]) -> dict[str, float]:
-    """p20, p50, p80 and mean."""
     tenths = statistics.quantiles(samples, n=10, method="inclusive")
     return {"p20": tenths[1], "p50": tenths[4], "p80": tenths[7], "mean": statistics.fmean(samples)}
 
@@ -114,7 +111,6 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def main(argument: str) -> None:
-    """Print the row as the last line."""
     transformers.logging.set_verbosity_error()
     print(json.dumps(measure(Case(**json.loads(argument)))))
 
