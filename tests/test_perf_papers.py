@@ -42,7 +42,7 @@ def sample(tokenizer, length, seed, **rest):
 @pytest.mark.parametrize("one", MEASURED, ids=lambda one: one.name)
 def test_a_row_is_measured_judged_and_drawn(bench, tmp_path, monkeypatch, one):
     text = torch.tensor([sample(bench.tokenizer, 110, 0).prefix * 3])
-    monkeypatch.setattr(Bench, "stretch", lambda self, length, seed, source=None: text[:, seed % 7 :][:, :length])
+    monkeypatch.setattr(Bench, "stretch", lambda self, length, seed, source="": text[:, seed % 7 :][:, :length])
     monkeypatch.setattr(facts, "sample", sample)
     monkeypatch.setattr(command.tasks, "many_keys", sample)
     monkeypatch.setattr(command.tasks, "asked_texts", lambda bench, texts, length, make: asked(bench))

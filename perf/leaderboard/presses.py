@@ -97,9 +97,7 @@ def divergence(full: Tensor, logits: Tensor) -> float:
 def cell(model: Any, tokenizer: Any, text: dict[str, Any], press: Any) -> dict[str, Any]:
     """As `measure.cell`."""
     torch.manual_seed(0)  # of Compactor's sketches
-    begun = time.perf_counter()
-    cache = Compressed(model, text["prefix"], press)
-    seconds, right, apart = time.perf_counter() - begun, 0, []
+    cache, right, apart = Compressed(model, text["prefix"], press), 0, []
     for one in text["answers"]:
         right += plain(one["answer"]) in plain(cache.reply(one["ids"], tokenizer, one["answer"]))
         logits = cache.logits(one["ids"] + one["said"][:-1])
@@ -107,7 +105,7 @@ def cell(model: Any, tokenizer: Any, text: dict[str, Any], press: Any) -> dict[s
         cache.forget()
     text_kl = divergence(text["next"], cache.logits(text["continuation"]))
     asked = len(apart)
-    return {"asked": asked, "right": right, "answer_kl": sum(apart) / asked, "text_kl": text_kl, "read_s": seconds}
+    return {"asked": asked, "right": right, "answer_kl": sum(apart) / asked, "text_kl": text_kl}
 
 
 def loaded(where: str) -> Any:

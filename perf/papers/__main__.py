@@ -1,6 +1,6 @@
 """Measure every row that has no result yet, then write docs/papers.md and its pictures.
 
-python -m perf.papers [--quick] [--only NAME,...] [--text FILE] [--again]
+python -m perf.papers [--quick] [--only NAME,...] [--again]
 """
 
 import argparse
@@ -46,7 +46,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m perf.papers", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="smallest sizes, into build/papers: to try the command")
     parser.add_argument("--only", default="", help="rows to measure, separated by commas (default: all)")
-    parser.add_argument("--text", default="topics", help="text for statistics: topics, library, code or a file")
     parser.add_argument("--again", action="store_true", help="measure rows that have a result, too")
     parser.add_argument("--pages", action="store_true", help="measure nothing, write the page from what is there")
     options = parser.parse_args(arguments)
@@ -58,10 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     missing = [row for row in files if (row.name in asked or not asked) and (options.again or not files[row].exists())]
     if missing and not options.pages:
         torch.manual_seed(0)
-        bench = Bench(*pretrained.load(MODEL), text=options.text, quick=options.quick)
-        # A file is named by what it is: nothing else of it stands in a result.
-        source = options.text if options.text in ("topics", "library", "code") else "a given file"
-        settings = {"model": MODEL, "text": source, "quick": options.quick}
+        bench, settings = Bench(*pretrained.load(MODEL), options.quick), {"model": MODEL, "quick": options.quick}
         for row in track(missing, "rows of papers"):
             if options.again or not files[row].exists():  # another process was faster
                 measure(row, bench, files[row], settings)

@@ -74,15 +74,11 @@ def caches(row: str) -> dict[str, Cache]:
 class Bench:
     """What rows measure with.
 
-    Attributes: text: source of statistics, as in `facts.read`.  quick: smallest sizes, to try the command.
-        trusting: the full cache is always right.
+    Attributes: quick: smallest sizes, to try the command.  trusting: the full cache is always right.
     """
 
-    def __init__(
-        self, model: Any, tokenizer: Any, *, text: str = "topics", quick: bool = False, trusting: bool = False
-    ) -> None:
-        self.model, self.tokenizer, self.text = model, tokenizer, text
-        self.quick, self.trusting = quick, trusting
+    def __init__(self, model: Any, tokenizer: Any, quick: bool = False, trusting: bool = False) -> None:
+        self.model, self.tokenizer, self.quick, self.trusting = model, tokenizer, quick, trusting
 
     @property
     def heads(self) -> int:
@@ -95,9 +91,9 @@ class Bench:
     def rotary(self) -> dict[int, Any]:
         return rotations(self.model, range(self.model.config.num_hidden_layers), halves=True)
 
-    def stretch(self, length: int, seed: int, source: str | None = None) -> Tensor:
-        """Tokens [1, length] of a text from a random place."""
-        return torch.tensor([facts.stretch(self.tokenizer, source or self.text, length, Random(f"papers {seed}"))])
+    def stretch(self, length: int, seed: int, source: str = "topics") -> Tensor:
+        """Tokens [1, length] of a text from a random place; source: as in `facts.stretch`."""
+        return torch.tensor([facts.stretch(self.tokenizer, source, length, Random(f"papers {seed}"))])
 
     @contextmanager
     def cache(self, text: Text | Tensor, policy: Any, budget: Budget, **options: Any) -> Iterator[FastKVCache]:
