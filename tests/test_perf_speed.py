@@ -19,7 +19,7 @@ from perf.speed import contenders, worker
 from perf.speed import contenders as models
 from perf.speed import report as speed_report
 from perf.speed.cases import PARTS, Case, interleaved, toy
-from perf.speed.contenders import KVPress, Stock
+from perf.speed.contenders import Generates, KVPress
 from perf.speed.report import FIRST, STEP, Speed
 from perf.speed.worker import decode, measure
 
@@ -111,7 +111,7 @@ def test_a_static_cache_takes_the_same_steps():
     ids = models.prompt("llama-toy", 2, 100, CPU)
     tokens = []
     for case in (TOY, replace(TOY, step="compiled", block=32)):
-        contender = Stock(model, case)
+        contender = Generates(model, case)
         cache = contender.new(100)
         token = contender.read(ids, cache)[:, -1:].argmax(-1)
         assert contender.kept(cache) == 100
@@ -139,7 +139,7 @@ def test_rows_of_the_worker(threads, monkeypatch):
 
 def test_bytes_of_a_view_are_those_of_what_it_holds_on_to():
     layer = types.SimpleNamespace(keys=torch.zeros(1, 2, 50, 16)[:, :, :3], values=torch.zeros(1, 2, 3, 16))
-    held = Stock(None, TOY).resident(types.SimpleNamespace(layers=[layer, layer]))
+    held = Generates(None, TOY).resident(types.SimpleNamespace(layers=[layer, layer]))
     assert held == 4 * 2 * 16 * (50 + 3)
 
 
@@ -230,9 +230,8 @@ def files(*rows):
     """Result files as the report reads them."""
     parts = {}
     for one in rows:
-        parts.setdefault(f"speed_{one['part']}", {"environment": FACTS, "complete": True, "rows": []})["rows"].append(
-            {key: value for key, value in one.items() if key != "part"}
-        )
+        file = parts.setdefault(f"speed_{one['part']}", {"environment": FACTS, "complete": True, "rows": []})
+        file["rows"].append({key: value for key, value in one.items() if key != "part"})
     return parts
 
 
@@ -246,21 +245,11 @@ MADE_UP = files(
     row("cpu_context", long("kvpress", 8192), 4.0, first=5.0),
     row("cpu_generate", long("fastkv", 8192, block=512, what="generate"), generate_s=4.0, tokens_per_s=9.0),
     row("cpu_generate", long("kvpress", 8192, what="generate"), generate_s=7.0, tokens_per_s=9.0),
-    row(
-        "cpu_flat",
-        Case("llama-small", "fastkv", 131_072, 1, "keydiff", 512, what="flat"),
-        flat=[
-            {"seen": n, "ms": {"p50": t}, "over_first": t / 4.0}
-            for n, t in ((4096, 4.0), (8192, 4.1), (16_384, 4.0), (131_072, 3.8))
-        ],
-    ),
-    {
-        "part": "cpu_long",
-        "id": long("kvpress", 32_768).name,
-        **long("kvpress", 32_768).as_row(),
-        "skipped": "Error: a | b",
-    },
-)
+    row("cpu_flat", long("fastkv", 131_072, what="flat"), flat=[
+        {"seen": n, "ms": {"p50": t}, "over_first": t / 4.0} for n, t in ((4096, 4.0), (8192, 4.1), (131_072, 3.8))
+    ]),
+    row("cpu_long", long("kvpress", 32_768), skipped="Error: a | b"),
+)  # fmt: skip
 
 
 def test_rounds_of_a_case_become_one_row_of_medians():
@@ -332,26 +321,16 @@ def test_the_report_has_tables_plots_and_commands(tmp_path):
         assert (tmp_path / f"{name}.png").stat().st_size > 1000 and f"({name}.png)" in text
 
 
-def test_the_section_goes_between_its_markers_and_nowhere_else(tmp_path):
-    readme, front = tmp_path / speed_report.PAGE, tmp_path / "README.md"
-    readme.parent.mkdir()
-    readme.write_text(f"# A\n\n{speed_report.BEGIN}\nold\n{speed_report.END}\n\n## B\n")
+def test_sections_go_between_their_markers_and_nowhere_else(tmp_path):
+    page, front = tmp_path / speed_report.PAGE, tmp_path / "README.md"
+    page.parent.mkdir()
+    page.write_text(f"# A\n\n{speed_report.BEGIN}\nold\n{speed_report.END}\n\n## B\n")
     front.write_text(f"{speed_report.FRONT_BEGIN}\nold\n{speed_report.FRONT_END}\n")
-    speed_report.write_sections(MADE_UP, tmp_path)
-    text = readme.read_text()
-    assert text.startswith(
-        f"# A\n\n{speed_report.BEGIN}\n\nLlama, 4 layers of 256, random weights, float32; 2 threads of CPU X"
-    )
-    assert text.endswith(f"{speed_report.END}\n\n## B\n") and "old" not in text
-    picture = "(../perf/results/speed_cpu_context.png)"
-    for piece in ("kvpress 0.5", "commit abc", picture, "25.0x", "worst 1.10x"):
-        assert piece in text, piece
-    assert (
-        "| fastkv keydiff, blocks | 512 | 6.0 | 4.0 | 1.9 | 1 |" in front.read_text() and "old" not in front.read_text()
-    )
-    speed_report.write_sections(MADE_UP, tmp_path)
-    assert readme.read_text() == text
-    readme.write_text("# A\n")
+    for _ in range(2):
+        speed_report.write_sections(MADE_UP, tmp_path)
+        assert page.read_text() == f"# A\n\n{speed_report.section(MADE_UP)}\n\n## B\n"
+        assert front.read_text() == speed_report.front(MADE_UP) + "\n"
+    page.write_text("# A\n")
     with pytest.raises(SystemExit, match="needs these two lines"):
         speed_report.write_sections(MADE_UP, tmp_path)
     assert "Not measured yet" in speed_report.section({})

@@ -54,30 +54,22 @@ def weight_bytes(model: Module) -> int:
 # Same score and hyper-parameters as fastkv's policy of that name.
 PRESSES: dict[str, tuple[str, dict[str, Any]]] = {
     "keydiff": ("KeyDiffPress", {}),
-    "knorm": ("KnormPress", {}),
     "snapkv": ("SnapKVPress", {"window_size": 32, "kernel_size": 7}),
     "compactor": ("CompactorPress", {"blending": 0.3}),
 }
 
 
 class Generates(Full):
-    """A model that is measured as a case says."""
+    """A model that is measured as a case says; by itself, with the full cache."""
 
     def __init__(self, model: Any, case: Case) -> None:
         super().__init__(model, case.step, case.room, case.block)
         self.case = case
 
-    def generate(self, ids: Tensor, new: int, **options: Any) -> Tensor:
+    def generate(self, ids: Tensor, new: int) -> Tensor:
         """The prompt and exactly `new` greedy tokens, by the model's own `generate`."""
         length = {"max_new_tokens": new, "min_new_tokens": new}
-        return self.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **length, **options)
-
-
-class Stock(Generates):
-    def generate(self, ids: Tensor, new: int, **options: Any) -> Tensor:
-        """With a static cache where steps are compiled."""
-        static = {"cache_implementation": "static"} if self.how == "compiled" else {}
-        return super().generate(ids, new, **static)
+        return self.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **length)
 
 
 class FastKV(Compressed, Generates):
@@ -111,7 +103,7 @@ class KVPress(Generates):
         with self.pressed(ids.shape[1]):
             return self.model(ids, past_key_values=cache, logits_to_keep=1).logits
 
-    def generate(self, ids: Tensor, new: int, **options: Any) -> Tensor:
+    def generate(self, ids: Tensor, new: int) -> Tensor:
         """`generate` under the press, which leaves decode steps alone."""
         with self.pressed(ids.shape[1]):
             return super().generate(ids, new)
@@ -121,4 +113,4 @@ class KVPress(Generates):
         return cache.layers[-1].keys.shape[2]
 
 
-CONTENDERS: dict[str, type[Generates]] = {"full": Stock, "fastkv": FastKV, "kvpress": KVPress}
+CONTENDERS: dict[str, type[Generates]] = {"full": Generates, "fastkv": FastKV, "kvpress": KVPress}

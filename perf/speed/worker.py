@@ -52,8 +52,6 @@ def measure_decode(contender: Generates, ids: Tensor) -> dict[str, Any]:
 
 def measure_generate(contender: Generates, ids: Tensor) -> dict[str, Any]:
     """Seconds of a whole `generate`, and its peak of memory."""
-    if ids.device.type == "cuda":  # compiles what `generate` compiles
-        contender.generate(ids, contender.case.new)
     memory = Memory(ids.device)
     start = now()
     out = contender.generate(ids, contender.case.new)
