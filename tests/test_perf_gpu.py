@@ -195,10 +195,10 @@ def test_what_happens_in_the_wrong_page_is_a_finding(harm, monkeypatch):
     stock = checks.ops.evict
 
     def evict(scores, kept, state, rule):
-        if state.rows is None:
+        if state.rows is None or "somebody else" in harm:
             stock(scores, kept, state, rule)
-        elif "somebody else" in harm:
-            stock(scores, kept, state.at(torch.where(state.rows == 3, 5, state.rows)), rule)
+        if state.rows is not None and "somebody else" in harm:
+            stock(scores, kept, state.at(torch.where(state.rows == 3, 5, 0)), rule)
 
     def pages():
         return checks.check_replays(CPU, CPU.heads(LLAMA), "moments", paged=True)
