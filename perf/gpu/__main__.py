@@ -22,7 +22,7 @@ from ..environment import environment
 
 SECTIONS = {
     "device": "tickets, graphs, pages, syncs, a captured model",
-    "key": "copy; the default's decode step and its peers",
+    "key": "the default's decode step and its peers",
     "model": "steps of an 8B model",
     "prompt": "blocks of prompts, with flash-attn",
     "kernels": "the kernels' own tests",
