@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,7 +26,7 @@ from ..calibration.quality import QualityCurve, context_nll, retained, save
 from ..errors import FastKVError
 from ..integrations.transformers.stock import CACHE
 from . import common, reading
-from .ruler import WORDS
+from .ruler import WORDS, prose
 
 PENALTY = 2.0
 STEEPEST = 50.0  # a curve beyond it is a step
@@ -82,11 +82,10 @@ def english_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> 
     owners = list(map(" ".join, zip(rng.sample(WORDS["adjectives"], num), rng.sample(WORDS["nouns"], num))))
     codes = [f"{rng.randrange(1000, 10000)}-{rng.randrange(1000, 10000)}" for _ in owners]
     sentences = [f"The access code of the {owner} is {code}." for owner, code in zip(owners, codes)]
-    again = cycle([_prose(rng), _prose(rng)])
-    filler = {"varied": lambda: _prose(rng), "repeated": lambda: next(again), "random": lambda: _log(rng)}
+    filler = {"varied": prose(rng), "repeated": cycle(islice(prose(rng), 2)), "random": _log(rng)}
     room = length - sum(map(tokens, sentences))
     while room > 0:
-        sentences.append(filler[FILLERS[seed % len(FILLERS)]]())
+        sentences.append(next(filler[FILLERS[seed % len(FILLERS)]]))
         room -= tokens(sentences[-1])
     rng.shuffle(sentences)
     asked = rng.sample(range(num), min(QUESTIONS, num))
@@ -94,15 +93,10 @@ def english_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> 
     return Sample(" ".join(sentences), tuple(questions), tuple(f"{codes[one]}." for one in asked))
 
 
-def _prose(rng: random.Random) -> str:
-    """A sentence that could stand in a story."""
-    who, what = (f"the {rng.choice(WORDS['adjectives'])} {rng.choice(WORDS['nouns'])}" for _ in range(2))
-    return f"{who.capitalize()} {rng.choice(WORDS['transitive'])} {what} in the {rng.choice(WORDS['places'])}."
-
-
-def _log(rng: random.Random) -> str:
-    """A line that nobody could predict."""
-    return f"Entry {rng.randrange(10**6):06d} reads {' '.join(str(rng.randrange(10, 100)) for _ in range(8))}."
+def _log(rng: random.Random) -> Iterator[str]:
+    """Lines that nobody could predict."""
+    while True:
+        yield f"Entry {rng.randrange(10**6):06d} reads {' '.join(str(rng.randrange(10, 100)) for _ in range(8))}."
 
 
 @torch.no_grad()
@@ -136,15 +130,6 @@ def make_triples(
             answer; contexts then survive much stronger compression, but only for that question.
     """
     common.check_stock("context calibration", model)
-    if not keeps or not all(0 < keep <= 1 for keep in keeps):
-        raise FastKVError(f"keeps must list shares in (0, 1], got {list(keeps)}; for example 0.1, 0.25, 0.5")
-    longest = common.longest_text(model)
-    if not lengths or not all(common.SHORTEST <= length <= longest for length in lengths):
-        raise FastKVError(
-            f"lengths must list numbers of tokens from {common.SHORTEST} to {longest}, got {list(lengths)}"
-        )
-    if samples < 1:
-        raise FastKVError(f"samples must be at least 1, got {samples}; more of them make a steadier fit")
     triples = []
     for length in lengths:
         for index in range(samples):
@@ -252,30 +237,14 @@ def residual(triples: Sequence[Triple], alpha: float, beta: float) -> float:
     return float((quality - retained(keep, alpha * nll + beta)).square().mean().sqrt())
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastkv calibrate context`."""
-    option = partial(common.option, parser)
-    common.add_model(parser, ".")
-    option("--policies --policy", common.POLICIES, "policies", "NAME")
-    option("--samples", 12, "texts of each length")
-    option("--lengths", LENGTHS, "tokens of the texts")
-    option("--seed", 0, "seed of the first text")
-    option("--penalty", PENALTY, "weight of too high predictions, relative to too low ones", "W")
-    aware = (
-        "compress each context together with its question; by default it is compressed before, so that the file holds "
-        "for every question"
-    )
-    parser.add_argument("--query-aware", action="store_true", help=aware)
-
-
 def run(options: argparse.Namespace) -> None:
     """Measure and fit every policy, print alpha, beta and residual, and write context.json and context.png."""
     console = common.console_of()
-    common.check_some("policies", options.policies)
     for name in options.policies:
         policies.get(name)
     common.make_folder(options.out)
     model, tokenizer = common.load(options.model)
+    common.check_length("lengths", max(options.lengths), model, options.model)
     shape, words = fingerprint(model.config), describe(model.config)
     settings = {name: getattr(options, name) for name in ("lengths", "samples", "seed", "query_aware")}
     fitted: list[tuple[QualityCurve, list[Triple]]] = []
@@ -319,9 +288,7 @@ def write_plot(fitted: Sequence[tuple[QualityCurve, Sequence[Triple]]], path: Pa
         for level in torch.tensor(nll, dtype=torch.float64).quantile(torch.tensor(LEVELS, dtype=torch.float64)):
             line = retained(shares, curve.steepness(level))
             axis.plot(shares, line, color=colours(norm(float(level))), label=f"NLL {level:.2f}", linewidth=2)
-        axis.set_title(curve.policy, fontsize=11)
-        axis.set_xlabel("share of the context kept")
-        common.finish(axis, legend=True)
+        common.finish(axis, curve.policy, "share of the context kept", legend=True)
     axes[0].set_ylabel("quality: NLL ratio of the answers")
     axes[0].set_ylim(-0.02, 1.04)
     figure.colorbar(ScalarMappable(norm, colours), ax=list(axes), label="NLL of the context, nats per token")
