@@ -52,8 +52,8 @@ def test_it_compares_keeps_and_resumes(question, tmp_path, monkeypatch, toy_need
     assert streaming.found == by_hand
     config = model.config
     words = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-    assert full.nbytes == words * 319, "all but the last word of the answer"
-    assert streaming.nbytes == keydiff.nbytes < full.nbytes
+    assert full.found.nbytes == words * 319, "all but the last word of the answer"
+    assert streaming.found.nbytes == keydiff.found.nbytes < full.found.nbytes
 
     for name in ("full", "streaming-128", "keydiff-128"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -62,8 +62,8 @@ def test_it_compares_keeps_and_resumes(question, tmp_path, monkeypatch, toy_need
         assert record["settings"]["question"] == question
 
     (tmp_path / "keydiff-128.json").unlink()
-    measured, before = [], needles.measured
-    monkeypatch.setattr(needles, "measured", lambda *args: measured.append(args) or before(*args))
+    measured, before = [], needles.grid
+    monkeypatch.setattr(needles, "grid", lambda *args, **how: measured.append(args) or before(*args, **how))
     again, _ = asked(*command)
     assert len(measured) == 1 and again == rows
     with pytest.raises(FastKVError, match=r"was written with samples 2, this run has 3; choose another --out"):
@@ -110,7 +110,7 @@ def test_shares_are_the_users(tmp_path):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_refusals_come_before_anything_slow(arguments, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(needles, "measured", None)
+    monkeypatch.setattr(needles, "grid", None)
     with pytest.raises(FastKVError, match=message):
         asked(*QUICK, "--out", tmp_path, *arguments)
     assert not list(tmp_path.iterdir())
@@ -131,7 +131,7 @@ def test_a_cache_that_is_refused_is_refused_before_anything_slow(arguments, mess
 
 
 def test_the_table_has_means_over_depths():
-    found = Grid("facts", [10, 20], [0.0, 1.0], 4, 0, [[0.5, 0.25], [1.0, 0.25]])
+    found = Grid("facts", [10, 20], [0.0, 1.0], 4, 0, [[0.5, 0.25], [1.0, 0.25]], 2048)
     told = io.StringIO()
-    Console(file=told, width=80).print(table_of([Row("keydiff", "64", 2048, found)]))
+    Console(file=told, width=80).print(table_of([Row("keydiff", "64", found)]))
     assert told.getvalue().splitlines()[-1].split() == ["keydiff", "64", "2", "50%", "75%", "25%"]

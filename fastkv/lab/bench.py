@@ -355,7 +355,8 @@ def write_plot(rows: Sequence[Row], path: Path, title: str) -> None:
                 }
                 style = {**common.DASHED, "marker": "o"} if one == FULL else common.style(index - 1)
                 axis.plot(known.keys(), known.values(), label=one, **style)
-            common.ticks(axis, contexts, base=2)
-            common.from_zero(axis)
-            common.finish(axis, f"{name}, batch {batch}", "context, tokens")
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(contexts, contexts)
+            axis.set_xticks([], minor=True)
+            common.finish(axis, f"{name}, batch {batch}", "context, tokens", zero=True)
     common.save(figure, path, title, legend_of=axes[0][0], columns=6)

@@ -234,7 +234,7 @@ command(
 )
 command(
     "inspect",
-    "measure the keys of a text: dimension, norms, similarity to their mean; writes inspect.json and inspect.png",
+    "measure the keys of a text: dimension, norms, similarity to their mean; writes inspect.json",
     "--model PATH --text FILE --context 2048 --out inspection",
     MODEL,
     out("fastkv-inspect"),

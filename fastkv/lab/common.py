@@ -314,32 +314,20 @@ def style(index: int) -> dict[str, Any]:
     }
 
 
-def finish(axis: Any, title: str = "", x: str = "", y: str = "", *, legend: bool = False, layers: bool = False) -> None:
-    """Title, labels, a light grid and no frame; layers: along the axis, whole numbers only, with zero in sight."""
+def finish(axis: Any, title: str = "", x: str = "", *, legend: bool = False, zero: bool = False) -> None:
+    """Title, label, a light grid and no frame; zero: the y axis is stretched until it is in sight."""
     axis.grid(color="#dddddd", linewidth=0.8)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
-    named = {"title": title, "xlabel": x, "ylabel": y}
-    axis.set(**{name: text for name, text in named.items() if text})
-    axis.title.set_fontsize(10)
+    if title:
+        axis.set_title(title, fontsize=10)
+    if x:
+        axis.set_xlabel(x)
     if legend:
         axis.legend(frameon=False, fontsize=9)
-    if layers:
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        from_zero(axis)
-
-
-def from_zero(axis: Any) -> None:
-    """Stretch the axis until zero is in sight."""
-    low, high = axis.get_ylim()
-    axis.set_ylim(min(low, 0), max(high, 0))
-
-
-def ticks(axis: Any, places: Sequence[float], base: float = 10) -> None:
-    """A logarithmic x axis that is labelled at these places only."""
-    axis.set_xscale("log", base=base)
-    axis.set_xticks(places, [f"{place:.0f}" for place in places])
-    axis.set_xticks([], minor=True)
+    if zero:
+        low, high = axis.get_ylim()
+        axis.set_ylim(min(low, 0), max(high, 0))
 
 
 def save(figure: Any, path: Any, title: str, *, legend_of: Any = None, columns: int = 3) -> None:

@@ -142,9 +142,7 @@ def task_of(tokenizer: Any, options: argparse.Namespace) -> Task:
     text = tokenizer(facts.read(options.text or str(DOCUMENT)), add_special_tokens=False, verbose=False)["input_ids"]
     head, _ = facts.around(tokenizer, "")
     room = min(options.context - len(head), len(text) - facts.GOES_ON)
-    least = common.SHORTEST + facts.GOES_ON
-    if len(text) < least or room < 1:
-        raise FastKVError(f"{name} has {len(text)} tokens, expected {least} or more; give a longer text")
+    facts.check_tokens(name, len(text), common.SHORTEST + facts.GOES_ON)
     own = [Question(*pair) for pair in options.ask] or QUESTIONS
     seen = tokenizer.decode(text[:room])
     questions = [one for one in own if one.fact in seen]

@@ -184,6 +184,12 @@ def _banks() -> dict[str, tuple[Kind, ...]]:
 BANKS = _banks()
 
 
+def check_tokens(text: str, tokens: int, least: int) -> None:
+    """Raise FastKVError for a text that is too short."""
+    if tokens < least:
+        raise FastKVError(f"{text} has {tokens} tokens, expected {least} or more; give a longer text or ask for less")
+
+
 @cache
 def _tokens(tokenizer: Any, source: str) -> list[int]:
     return list(tokenizer(read(source), add_special_tokens=False, verbose=False)["input_ids"])
@@ -195,10 +201,7 @@ def stretch(tokenizer: Any, source: str, length: int, draw: random.Random) -> li
     Raises: FastKVError if the text is shorter.
     """
     ids = _tokens(tokenizer, source)
-    if len(ids) < length:
-        raise FastKVError(
-            f"{source} has {len(ids)} tokens, expected {length} or more; give a longer text or ask for less"
-        )
+    check_tokens(source, len(ids), length)
     start = draw.randrange(len(ids) - length + 1)
     return ids[start : start + length]
 

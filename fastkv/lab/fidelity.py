@@ -411,15 +411,9 @@ def texts_of(model: Any, tokenizer: Any, options: argparse.Namespace) -> list[Te
     start, context = common.start_of(tokenizer), options.context
     ids = tokenizer(facts.read(options.text), add_special_tokens=False, verbose=False).input_ids
     each = context - len(start)
-    stretches = [start + ids[index * each :][:each] for index in range(options.seeds)]
-    short = next((stretch for stretch in stretches if len(stretch) < context), None)
-    if short is not None:
-        raise FastKVError(
-            f"the text {options.text} is too short for {options.seeds} stretches of {context} tokens, the last has "
-            f"{len(short)}; give a longer text, a smaller --context or fewer --seeds"
-        )
-    tokens = torch.tensor(stretches)
-    return [Text(tokens.to(model.device), options.steps)]
+    facts.check_tokens(options.text, len(ids), options.seeds * each)
+    tokens = torch.tensor([start + ids[index * each :][:each] for index in range(options.seeds)], device=model.device)
+    return [Text(tokens, options.steps)]
 
 
 def asked(model: Any, tokenizer: Any, options: argparse.Namespace, seed: int) -> Text:
@@ -480,8 +474,9 @@ def write_errors(rows: Sequence[Row], context: int, path: Path) -> None:
             for index, (label, row) in enumerate(shown.items()):
                 axis.plot(row.layers, by_layer(row, name), label=label, **common.style(index))
         size = max(row.nbytes for row in shown.values()) / 2**10
-        common.finish(axes[0][column], f"cache of {size:.0f} KiB, {budget} tokens without moments", layers=True)
-        common.finish(axes[1][column], x="layer", layers=True)
+        common.finish(axes[0][column], f"cache of {size:.0f} KiB, {budget} tokens without moments", zero=True)
+        common.finish(axes[1][column], x="layer", zero=True)
+        axes[1][column].xaxis.get_major_locator().set_params(integer=True)
     axes[0][0].set_ylabel("against the full cache")
     axes[1][0].set_ylabel("against the layer's own pairs")
     title = f"attention output after up to {context} tokens, mean relative error"

@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -34,7 +33,6 @@ KEEPS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 LENGTHS = (256, 512, 1024)
 SINKS, RECENT = 4, 16
 FLOOR = 0.05  # nats per token below which an answer counts as certain
-LEVELS = (0.1, 0.5, 0.9)  # quantiles of the NLL whose curves are drawn
 
 FILLERS = ("varied", "repeated", "random")
 QUESTIONS = 4  # at most, for each text; they share its compressed context
@@ -238,7 +236,7 @@ def residual(triples: Sequence[Triple], alpha: float, beta: float) -> float:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure and fit every policy, print alpha, beta and residual, and write context.json and context.png."""
+    """Measure and fit every policy, print alpha, beta and residual, and write context.json."""
     console = common.console_of()
     for name in options.policies:
         policies.get(name)
@@ -247,7 +245,7 @@ def run(options: argparse.Namespace) -> None:
     common.check_length("lengths", max(options.lengths), model, options.model)
     shape, words = fingerprint(model.config), describe(model.config)
     settings = {name: getattr(options, name) for name in ("lengths", "samples", "seed", "query_aware")}
-    fitted: list[tuple[QualityCurve, list[Triple]]] = []
+    fitted: list[QualityCurve] = []
     with common.progress(console) as progress:
         bar = progress.add_task("", total=len(options.policies) * len(options.lengths) * options.samples)
         for name in options.policies:
@@ -256,40 +254,13 @@ def run(options: argparse.Namespace) -> None:
             alpha, beta = fit(triples, options.penalty)
             error = residual(triples, alpha, beta)
             curve = QualityCurve(alpha, beta, name, shape, words, len(triples), error, options.query_aware)
-            fitted.append((curve, triples))
+            fitted.append(curve)
         progress.update(bar, description="measured")
-    for curve, _ in fitted:
+    for curve in fitted:
         console.print(
             f"{curve.policy:<12} alpha {curve.alpha:8.3f}  beta {curve.beta:8.3f}  residual {curve.residual:.3f}  "
             f"triples {curve.triples}"
         )
     file = options.out / "context.json"
-    save(file, (curve for curve, _ in fitted))
-    write_plot(fitted, options.out / "context.png")
-    console.print(
-        f"{file} and context.png written. Use the file with\nfastkv.Budget(quality=0.95, calibration={str(file)!r})."
-    )
-
-
-def write_plot(fitted: Sequence[tuple[QualityCurve, Sequence[Triple]]], path: Path) -> None:
-    """Write a PNG with one panel a policy: triples coloured by the context's NLL, curves at three levels of it."""
-    from matplotlib import colormaps
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
-    every = [triple.nll for _, triples in fitted for triple in triples]
-    norm, colours = Normalize(min(every), max(every)), colormaps["viridis"]
-    shares = torch.linspace(0, 1, 201, dtype=torch.float64)
-    figure = common.figure(4.2 * len(fitted) + 1.0, 4.2)
-    axes = figure.subplots(1, len(fitted), sharey=True, squeeze=False)[0]
-    for axis, (curve, triples) in zip(axes, fitted):
-        keep, nll, quality = (list(column) for column in zip(*triples))
-        axis.scatter(keep, quality, c=nll, cmap=colours, norm=norm, s=16, alpha=0.6, linewidths=0)
-        for level in torch.tensor(nll, dtype=torch.float64).quantile(torch.tensor(LEVELS, dtype=torch.float64)):
-            line = retained(shares, curve.steepness(level))
-            axis.plot(shares, line, color=colours(norm(float(level))), label=f"NLL {level:.2f}", linewidth=2)
-        common.finish(axis, curve.policy, "share of the context kept", legend=True)
-    axes[0].set_ylabel("quality: NLL ratio of the answers")
-    axes[0].set_ylim(-0.02, 1.04)
-    figure.colorbar(ScalarMappable(norm, colours), ax=list(axes), label="NLL of the context, nats per token")
-    figure.savefig(path)
+    save(file, fitted)
+    console.print(f"{file} written. Use it with\nfastkv.Budget(quality=0.95, calibration={str(file)!r}).")

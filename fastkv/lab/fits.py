@@ -76,10 +76,7 @@ def sequences(source: str, tokenizer: PreTrainedTokenizerBase, length: int, toke
         if made + length > tokens:
             return
     if not made:
-        raise FastKVError(
-            f"{source} has {len(waiting)} tokens, but expected at least one sequence of {length}; use more text or a "
-            "smaller length"
-        )
+        facts.check_tokens(source, len(waiting), length)
 
 
 def checked(batches: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -83,7 +83,7 @@ def scores_of(results: dict[str, Any]) -> dict[str, list[Score]]:
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
-    """Evaluate every cache that has no file yet, print the table, and write results.json and results.png."""
+    """Evaluate every cache that has no file yet, print the table, and write results.json."""
     check_installed(*NEEDS)
     names = "model tasks mode question limit num_fewshot metadata batch_size seed model_args"
     results = common.Results(options, names, common.caches_of(options))
@@ -121,11 +121,10 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
         common.write_json(
             options.out / "results.json", {"versions": versions, "settings": results.settings, "rows": rows}
         )
-        write_plot(rows, options.out / "results.png", f"{options.model}: score over cache size")
         console.print(table_of(rows))
         console.print(
             "KiB is the largest cache of one sequence, everything counted; share: of the full cache.\n"
-            f"{options.out / 'results.png'} and {options.out / 'results.json'} written"
+            f"{options.out / 'results.json'} written"
         )
     return rows
 
@@ -180,31 +179,6 @@ def table_of(rows: Sequence[Row]) -> Table:
         share = f"{row.nbytes / rows[0].nbytes:.1%}"
         table.add_row(row.policy, row.budget, f"{row.nbytes / 2**10:.0f}", share, *marks)
     return table
-
-
-def write_plot(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Write a PNG: a panel for each task, its first metric over the bytes of a sequence's cache, a line per policy.
-
-    Bars are standard errors; the dashed line is the full cache, `rows[0]`.
-    """
-    full, compressed = rows[0], rows[1:]
-    tasks = list(full.scores)
-    columns = min(len(tasks), 3)
-    height = -(-len(tasks) // columns)
-    figure = common.figure(4.6 * columns + 0.6, 3.6 * height + 1.2)
-    panels = figure.subplots(height, columns, squeeze=False).flatten()
-    for panel in panels[len(tasks) :]:
-        panel.remove()
-    for panel, task in zip(panels, tasks):
-        panel.axhline(full.scores[task][0].value, label="full cache", **common.DASHED)
-        for index, policy in enumerate(dict.fromkeys(row.policy for row in compressed)):
-            line = sorted((row for row in compressed if row.policy == policy), key=lambda row: row.nbytes)
-            firsts = [row.scores[task][0] for row in line]
-            x, y, bars = zip(*((row.nbytes / 2**10, one.value, one.stderr or 0.0) for row, one in zip(line, firsts)))
-            panel.errorbar(x, y, yerr=bars, capsize=3, label=policy, **common.style(index))
-        x = f"cache, KiB per sequence (full cache: {full.nbytes / 2**10:.0f})"
-        common.finish(panel, task, x, full.scores[task][0].metric.removesuffix(",none"))
-    common.save(figure, path, title, legend_of=panels[0], columns=4 * columns)
 
 
 def load_tasks(tasks: Sequence[str], include_path: str | None, metadata: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """`fastkv inspect`: what the keys of a model look like.
 
-Reads a text once with the stock model and measures the keys it leaves in the cache: a table and a picture. Functions
-of a layer take one sequence, [Hkv, N, D] in order of position, and answer for each KV head in float64.
+Reads a text once with the stock model and measures the keys it leaves in the cache. Functions of a layer take one
+sequence, [Hkv, N, D] in order of position, and answer for each KV head in float64.
 
 Intrinsic dimension, of one head, says how many coordinates its cloud of keys needs (ManifoldKV, Appendix E). PCA counts
 the directions of the flat space that holds the cloud. The two others look at nearest neighbours only, so they see the
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from itertools import count, takewhile
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, TypeAlias
 
@@ -178,7 +177,7 @@ COLUMNS: common.Columns = {
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> dict[str, Any]:
-    """Print the table, and write inspect.json and inspect.png into `options.out`. Returns: what the file holds."""
+    """Print the table, and write inspect.json into `options.out`. Returns: what the file holds."""
     console = console or common.console_of()
     text = facts.read(options.text)
     common.make_folder(options.out)
@@ -192,25 +191,23 @@ def run(options: argparse.Namespace, console: Console | None = None) -> dict[str
     console.print(table_of(layers))
     legend = common.legend(COLUMNS)
     console.print(f"\nMeans over the KV heads of a layer, {len(ids)} tokens of {options.text}.\n{legend}\n")
+    for name in ("pull", "spread"):
+        means = (fmean(mean(layer, name, place) for layer in layers) for place in range(len(lengths)))
+        diluted = ", ".join(f"{number:.3f} after {length}" for number, length in zip(means, lengths))
+        console.print(f"{name}, mean over layers: {diluted} tokens")
     shares = known_shares(model)
     console.print(NOT_CALIBRATED if shares is None else picture(shares.shares(KEEP)))
     report = {"model": options.model, "text": options.text, "tokens": len(ids), "lengths": lengths, "layers": layers}
     common.write_json(options.out / "inspect.json", {"versions": common.versions(), **report})
-    write_plot(layers, lengths, options.out / "inspect.png", f"{options.model}: keys of {len(ids)} tokens")
-    console.print(f"{options.out / 'inspect.png'} and {options.out / 'inspect.json'} written")
+    console.print(f"{options.out / 'inspect.json'} written")
     return report
 
 
 def tokens_of(text: str, tokenizer: Any, longest: int, options: argparse.Namespace) -> Tensor:
     """The first tokens of the text, [N]: `options.context` of them, or by default what the text and the model allow."""
     most = options.context or min(longest, MOST)
-    least = options.context or LEAST
     ids = torch.tensor(tokenizer(text, truncation=True, max_length=most).input_ids, dtype=torch.long)
-    if len(ids) < least:
-        raise FastKVError(
-            f"the text {options.text} is too short, expected at least {least} tokens, got {len(ids)}; give a longer one"
-            + (f" or a --context down to {LEAST}" if len(ids) >= LEAST else "")
-        )
+    facts.check_tokens(options.text, len(ids), options.context or LEAST)
     return ids
 
 
@@ -254,35 +251,3 @@ def table_of(layers: Sequence[Layer]) -> Table:
     for layer in layers:
         table.add_row(str(layer["layer"]), *common.cells({name: mean(layer, name) for name in COLUMNS}, COLUMNS))
     return table
-
-
-def write_plot(layers: Sequence[Layer], lengths: list[int], path: Path, title: str) -> None:
-    """Write a PNG of four panels: dimension, norms and anchor similarity by layer, dilution over the context."""
-    figure = common.figure(10, 7.4)
-    (dimension, norm), (similarity, length) = figure.subplots(2, 2)
-    places = [layer["layer"] for layer in layers]
-
-    def lines(axis: Any, what: str, names: dict[str, str], by_length: bool = False) -> None:
-        for index, (label, name) in enumerate(names.items()):
-            y = [mean(layer, name) for layer in layers]
-            if by_length:
-                y = [fmean(mean(layer, name, place) for layer in layers) for place in range(len(lengths))]
-            axis.plot(lengths if by_length else places, y, label=label, **common.style(index))
-        common.finish(axis, what, "context, tokens" if by_length else "layer", legend=True, layers=not by_length)
-
-    lines(
-        dimension,
-        "intrinsic dimension of the keys",
-        {"PCA, 95 % of the variance": "pca", "Levina-Bickel": "mle", "Two-NN": "two_nn"},
-    )
-    for kind, colour in zip(("key", "value"), common.COLOURS):
-        both = [(mean(layer, f"{kind}_norm"), mean(layer, f"{kind}_spread")) for layer in layers]
-        low, high = ([size * (1 + sign * spread) for size, spread in both] for sign in (-1, 1))
-        norm.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
-    lines(norm, "norm, mean and standard deviation", {"keys": "key_norm", "values": "value_norm"})
-    lines(similarity, "mean cosine of the keys with their mean", {"keys": "anchor"})
-    diluted = {"spread of distances from the mean key": "spread", "length of the mean key": "pull"}
-    lines(length, "dilution, mean over layers", diluted, by_length=True)
-    common.ticks(length, lengths, base=2)
-    common.from_zero(length)
-    common.save(figure, path, title)

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import FastKVError
 from ..integrations.transformers.stock import CACHE
-from ..prefix import answers
 from . import common, reading, ruler
 from .reading import cache_bytes
 from .ruler import KINDS, Sample, Tokenizer
@@ -36,6 +35,7 @@ class Grid:
     Attributes:
         accuracy: [depths][lengths], mean score of `samples` texts, 0 to 1.
         depths: 0 to 1.  lengths: in tokens, with the answer.  task, samples, seed: as passed to `grid`.
+        nbytes: of the largest cache of a sequence.
     """
 
     task: str
@@ -44,15 +44,15 @@ class Grid:
     samples: int
     seed: int
     accuracy: list[list[float]]
+    nbytes: int
 
 
 @dataclass(frozen=True)
 class Row:
-    """One cache: its policy and budget as on the command line, the largest of a sequence in bytes, what it found."""
+    """One cache: its policy and budget as on the command line, and what it found."""
 
     policy: str
     budget: str
-    nbytes: int
     found: Grid
 
 
@@ -67,37 +67,38 @@ def grid(
     task: str = TASK,
     *,
     question: str = "later",
-    progress: Callable[[], None] | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> Grid:
     """Ask the model, patched or not, for needles at every depth of texts of every length; greedy, one text at a time.
 
     All depths of a length have the same texts but for the place of the needle, and so have all models.
 
-    Args: task: one of `ruler.KINDS`.  question: "later" for texts that are read, and
-        compressed, before it is known, "seen" for prompts that are read whole.  progress: called after each text.
+    Args: task: of `ruler.KINDS`.  question: "later" for texts that are read, and compressed, before it is known, "seen"
+        for prompts that are read whole.  progress: called after each text.
     """
-    if not lengths or not depths or samples < 1:
-        raise FastKVError(
-            f"a grid needs at least one length, depth and sample, got {lengths}, {depths} and {samples}; add some"
-        )
+    sizes = [0]
+
+    def note(module: Any, args: Any, output: Any) -> None:
+        sizes.append(cache_bytes(output[CACHE]) // len(output.logits))
 
     def found(depth: float, length: int, index: int) -> float:
         sample = needle(task, tokenizer, length, depth, seed, index)
         mark = ruler.string_match_all(answer(model, tokenizer, sample, question), sample.answers)
-        if progress is not None:
-            progress()
+        progress()
         return mark
 
-    accuracy = [[fmean(found(depth, length, i) for i in range(samples)) for length in lengths] for depth in depths]
-    return Grid(task, list(lengths), list(depths), samples, seed, accuracy)
+    hook = model.register_forward_hook(note)
+    try:
+        accuracy = [[fmean(found(depth, length, i) for i in range(samples)) for length in lengths] for depth in depths]
+    finally:
+        hook.remove()
+    return Grid(task, list(lengths), list(depths), samples, seed, accuracy, max(sizes))
 
 
 def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample: Sample, question: str = "later") -> str:
     """What greedy decoding writes behind the prompt, at most `sample.tokens_to_generate` tokens."""
     if question == "later":
-        text, asked = reading.split(tokenizer, sample.prompt, sample.question)
-        cache, tokens = reading.read(model, text), sample.tokens_to_generate
-        (written,) = answers(model, tokenizer, cache, text, asked.tolist(), tokens)
+        written = reading.answered(model, tokenizer, sample.prompt, sample.question, sample.tokens_to_generate)
     else:
         read = tokenizer(sample.prompt, return_tensors="pt", verbose=False).to(model.device)
         inputs = {name: read[name] for name in ("input_ids", "attention_mask")}
@@ -143,9 +144,11 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     for cache, advance in common.each(model, caches, console, total):
         record = results.known.get(cache.name)
         if record is not None:
-            rows.append(Row(cache.policy, cache.budget, record["nbytes"], Grid(**record["found"])))
+            rows.append(Row(cache.policy, cache.budget, Grid(**record["found"])))
             continue
-        rows.append(Row(cache.policy, cache.budget, *measured(model, tokenizer, options, advance)))
+        texts = options.lengths, options.depths, options.samples, options.seed, options.task
+        made = grid(model, tokenizer, *texts, question=options.question, progress=advance)
+        rows.append(Row(cache.policy, cache.budget, made))
         write_plot(rows[-1].found, results.file(cache, ".png"), f"{options.task}: {cache.name}")
         results.keep(cache, vars(rows[-1]))
     console.print(table_of(rows))
@@ -163,22 +166,6 @@ def check(model: Any, tokenizer: Any, options: argparse.Namespace) -> None:
         needle(options.task, tokenizer, length, depth, options.seed)
 
 
-def measured(model: Any, tokenizer: Any, options: argparse.Namespace, progress: Callable[[], None]) -> tuple[int, Grid]:
-    """Bytes of the largest cache of a sequence, and what was found, with the cache that the model has."""
-    sizes = [0]
-
-    def note(module: Any, args: Any, output: Any) -> None:
-        sizes.append(cache_bytes(output[CACHE]) // len(output.logits))
-
-    hook = model.register_forward_hook(note)
-    texts = options.lengths, options.depths, options.samples, options.seed, options.task
-    try:
-        found = grid(model, tokenizer, *texts, question=options.question, progress=progress)
-    finally:
-        hook.remove()
-    return max(sizes), found
-
-
 def table_of(rows: list[Row]) -> Table:
     """The rows as a table: bytes, and accuracy over all depths, of all lengths and of each."""
     lengths = rows[0].found.lengths
@@ -186,5 +173,5 @@ def table_of(rows: list[Row]) -> Table:
     for row in rows:
         marks = [fmean(column) for column in zip(*row.found.accuracy)]
         means = (f"{mean:.0%}" for mean in (fmean(marks), *marks))
-        table.add_row(row.policy, row.budget, f"{row.nbytes / 2**10:.0f}", *means)
+        table.add_row(row.policy, row.budget, f"{row.found.nbytes / 2**10:.0f}", *means)
     return table

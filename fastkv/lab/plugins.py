@@ -47,7 +47,6 @@ from ..config import BUDGET, POLICY
 from ..errors import FastKVError
 from ..integrations.transformers.stock import CACHE
 from ..policies import Policy
-from ..prefix import answers
 from . import reading, ruler
 from .common import FULL, to_budget
 from .pretrained import loading, place
@@ -164,10 +163,8 @@ class FastKVLM(HFLM):
                 f"question 'later' needs tasks whose prompts end with the question that they name, as those of "
                 f"{PREFIX}... do, got {request.task_name}; choose question 'seen'"
             )
-        text, ids = reading.split(self.tokenizer, prompt, asked)
         tokens = how.get("max_gen_toks", self.max_gen_toks)
-        (written,) = answers(self.model, self.tokenizer, reading.read(self.model, text), text, ids.tolist(), tokens)
-        said = self.tok_decode(written)
+        said = self.tok_decode(reading.answered(self.model, self.tokenizer, prompt, asked, tokens))
         for stop in filter(None, how.get("until") or []):
             said = said.partition(stop)[0]
         return str(said)

@@ -116,11 +116,7 @@ def text_of(tokenizer: Any, options: argparse.Namespace, context: int) -> Text:
     whole, answer = facts.read(options.text), options.answer
     encoded = tokenizer(whole, truncation=True, max_length=context, return_offsets_mapping=tokenizer.is_fast)
     ids = encoded.input_ids
-    if len(ids) < common.SHORTEST:
-        raise FastKVError(
-            f"the text {options.text} is too short, expected at least {common.SHORTEST} tokens, got {len(ids)}; give a "
-            "longer one"
-        )
+    facts.check_tokens(options.text, len(ids), common.SHORTEST)
     pieces = pieces_of(tokenizer, whole, ids, encoded.get("offset_mapping"))
     first = found(pieces, answer) if answer else 0
     return Text(torch.tensor([ids]), pieces, Path(options.text).name, answer, first)
