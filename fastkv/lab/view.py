@@ -188,8 +188,8 @@ def page_of(
             }
         )
     numbers, starts = packed(arrays)
-    for cache in caches:
-        cache |= {name: None if cache[name] is None else starts[cache[name]] for name in ("gone", "error", "centroid")}
+    for shown in caches:
+        shown |= {name: None if shown[name] is None else starts[shown[name]] for name in ("gone", "error", "centroid")}
     block = "in one piece" if reading.block is None else f"in blocks of {reading.block} tokens"
     first = traces[0][1]
     return {
