@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastkv import reference
 from fastkv.calibration.fits import required_r2
-from fastkv.lab.fit_vector import Sums, pre_rope_pairs, side_by_side
+from fastkv.lab.fits import PairSums, pre_rope_pairs, side_by_side
 from fastkv.lab.inspection import dimensions
 
 from .bench import Bench, Text
@@ -24,7 +24,7 @@ def vector_r2(bench: Bench) -> dict[str, Any]:
     """
     length, fitted, held = bench.size(2048, 128), bench.size(16, 3), bench.size(4, 2)
     found: dict[str, list[Any]] = {"joint": [], "by_head": [], "inverse": [], "unseen_joint": []}
-    sums: dict[tuple[int, str, str], Sums] = {}
+    sums: dict[tuple[int, str, str], PairSums] = {}
     for seed in range(fitted + 2 * held):
         part = "fit" if seed < fitted else "held" if seed < fitted + held else "unseen"
         # Sequences of the language reference in turn; the last ones are of another source, which no map was fitted to.
@@ -32,7 +32,7 @@ def vector_r2(bench: Bench) -> dict[str, Any]:
         for layer, k, v in pre_rope_pairs(bench.model, bench.rotary, ids):
             for kind in ("joint", "by_head"):
                 pairs = (side_by_side(k), side_by_side(v)) if kind == "joint" else (k, v)
-                sums.setdefault((layer, part, kind), Sums(*pairs)).add(*pairs)
+                sums.setdefault((layer, part, kind), PairSums(*pairs)).add(*pairs)
     layers = range(bench.model.config.num_hidden_layers)
     for layer in layers:
         joint = sums[layer, "fit", "joint"].solve()

@@ -10,7 +10,7 @@ import torch
 
 from fastkv import Budget, corrections, reference
 from fastkv.calibration.quality import keep_for
-from fastkv.lab import facts, fit_context, fit_vector
+from fastkv.lab import facts, fit_context, fits
 
 from .bench import Asked, Bench, Cache, Text, caches
 from .row import PLAIN, Judged, Measured, error, mean, number, percent
@@ -262,7 +262,7 @@ def sweep(bench: Bench) -> dict[str, Any]:
     batches = [
         bench.stretch(bench.size(1024, 128), 500 + i, ("topics", "code")[i % 2]) for i in range(bench.size(12, 3))
     ]
-    fitted = fit_vector.fit(bench.model, batches, held_out=0.25 if not bench.quick else 0.4)
+    fitted = fits.fit_vector(bench.model, batches, held_out=0.25 if not bench.quick else 0.4)
     caches = {
         f"p_a = {pairs} (1 - p_c)": Cache("keydiff", correction=corrections.get("vector", share=pairs), vector=fitted)
         if pairs
@@ -297,14 +297,14 @@ def values_or_keys(bench: Bench) -> dict[str, Any]:
     What a map makes stands in the place of the key or the value itself, so that nothing else differs. Maps are of all
     heads of a layer, as in the paper, and read what the other heads once had for a token, kept or not.
     """
-    sums: dict[tuple[int, str], fit_vector.Sums] = {}
+    sums: dict[tuple[int, str], fits.PairSums] = {}
     for i in range(bench.size(12, 3)):
         ids = bench.stretch(bench.size(1024, 128), 700 + i, ("topics", "code")[i % 2])
-        for layer, *pairs in fit_vector.pre_rope_pairs(bench.model, bench.rotary, ids):
-            k, v = map(fit_vector.side_by_side, pairs)
+        for layer, *pairs in fits.pre_rope_pairs(bench.model, bench.rotary, ids):
+            k, v = map(fits.side_by_side, pairs)
             for kind, known, wanted in (("V-only", k, v), ("K-only", v, k)):
-                sums.setdefault((layer, kind), fit_vector.Sums(known, wanted)).add(known, wanted)
-    maps = {key: fit_vector.each_head(one.solve().float(), bench.heads) for key, one in sums.items()}
+                sums.setdefault((layer, kind), fits.PairSums(known, wanted)).add(known, wanted)
+    maps = {key: fits.each_head(one.solve().float(), bench.heads) for key, one in sums.items()}
     return answered(bench, caches("vector_keys"), (0.5, 0.25), 4, 1024, halve=partial(stand_in, bench, maps))
 
 
