@@ -25,8 +25,7 @@ import fastkv
 from fastkv import ops
 from fastkv.cache.layer import LayerCache
 from fastkv.cache.layout import Attends, LayerPlan
-from fastkv.cache.paged import PagedBlocks, PagedClock, PagedLayer, PagedRule
-from fastkv.cache.pages import PageFormat
+from fastkv.cache.pages import PagedBlocks, PagedClock, PagedLayer, PagedRule, PageFormat
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 from fastkv.reference import LayerState
