@@ -16,7 +16,7 @@ from .calibration.head_shares import HeadShares
 from .calibration.quality import QualityCurve
 from .calibration.quality import load as load_curve
 from .corrections import Correction
-from .errors import FastKVError
+from .errors import FastKVError, is_whole
 from .policies import Policy, get
 from .reference import INT4, INT8, PLAIN, SlotFormat, slot_format
 from .rotary import Rotary
@@ -77,11 +77,9 @@ class Config:
         Raises: FastKVError for each that cannot be used.
         """
         chosen = get(policy)
-        for name, value, least in (("prefill_block", prefill_block, 1), ("evict_every", evict_every, 1)):
-            if value is None and name == "prefill_block":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise FastKVError(f"{name} must be a whole number of at least {least} tokens, got {value!r}")
+        for name, value in (("prefill_block", prefill_block), ("evict_every", evict_every)):
+            if not is_whole(value, 1) and not (value is None and name == "prefill_block"):
+                raise FastKVError(f"{name} must be a whole number of at least 1 tokens, got {value!r}")
         wanted = corrections.get(chosen.correction if correction == "auto" else correction)
         if backend not in BACKENDS:
             raise FastKVError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")

@@ -19,7 +19,7 @@ from .cache.workspace import CacheWorkspace
 from .calibration.fits import QueryCalibration, VectorMap
 from .config import BUDGET, EVICT_EVERY, POLICY, WITHOUT_ROTARY, Config, check_shares
 from .corrections import Correction
-from .errors import FastKVError, check_groups, check_shape
+from .errors import FastKVError, check_groups, check_shape, is_whole
 from .policies import Policy
 from .reference import FORMATS, PLAIN, LayerState, Moments
 from .rotary import Rotary
@@ -394,9 +394,9 @@ def _check_sizes(num_heads: int, num_kv_heads: int, head_dim: int, layer: int, n
     """Raise FastKVError unless these are the sizes of a model and the index of one of its layers."""
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "num_layers": num_layers}
     for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_whole(value, 1):
             raise FastKVError(f"{NAME}: {name} must be a whole number of at least 1, got {value!r}; pass the model's")
     check_groups(NAME, num_heads, num_kv_heads)
-    if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0 or 1 < num_layers <= layer:
+    if not is_whole(layer, 0) or 1 < num_layers <= layer:
         below = f" below num_layers = {num_layers}" if num_layers > 1 else ""
         raise FastKVError(f"{NAME}: layer must be a whole number from 0{below}, got {layer!r}; count from 0")

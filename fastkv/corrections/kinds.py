@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from ..budget import LayerCost
-from ..errors import FastKVError
+from ..errors import FastKVError, is_number, is_whole
 from ..reference import PLAIN, Centroids, Evicted, LayerState, SlotFormat
 from .matching import Matching
 
@@ -124,7 +124,7 @@ class CentroidCorrection(Correction):
     options: ClassVar[tuple[str, ...]] = ("share",)
 
     def __post_init__(self) -> None:
-        if isinstance(self.share, bool) or not isinstance(self.share, int) or self.share < 1:
+        if not is_whole(self.share, 1):
             raise FastKVError(f"centroids: share must be a whole number of at least 1, got {self.share!r}; 16 is usual")
 
     def evicted(self, state: LayerState) -> Evicted | None:
@@ -160,8 +160,7 @@ class VectorCorrection(Correction):
     key_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        number = isinstance(self.share, (int, float)) and not isinstance(self.share, bool)
-        if not number or not 0 <= self.share <= 1:
+        if not is_number(self.share) or not 0 <= self.share <= 1:
             raise FastKVError(
                 f"{self.name}: share must be in [0, 1], got {self.share!r}; 0.5 is the paper's at strong compression"
             )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..errors import FastKVError
+from ..errors import FastKVError, is_whole
 from ..reference.attention import QUERY_CHUNK, grouped_logits, masked_softmax
 from .base import Policy, SecondReading, Signals, check_at_least
 
@@ -41,7 +41,7 @@ class KVzip(Policy):
     def __post_init__(self) -> None:
         check_at_least(self, chunk=1)
         object.__setattr__(self, "prompt", tuple(self.prompt))
-        if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in self.prompt):
+        if not all(is_whole(token, 0) for token in self.prompt):
             raise FastKVError(
                 f"kvzip: prompt must hold token ids of at least 0, got {self.prompt!r}; pass tokenizer(...).input_ids"
             )

@@ -19,7 +19,7 @@ from ...cache.layer import LayerCache
 from ...cache.layout import LayerPlan
 from ...cache.workspace import FIRST_TABLE, CacheWorkspace
 from ...config import Config
-from ...errors import FastKVError
+from ...errors import FastKVError, is_whole
 from ...parallel import Parallel
 from ...reference import LayerState, Moments
 from . import families, latent, modules, serialization, stock
@@ -304,7 +304,7 @@ class FastKVCache(Cache):
 
         Raises: FastKVError unless n is a whole number of at least 1.
         """
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        if not is_whole(n, 1):
             raise FastKVError(f"fork needs a whole number of copies of at least 1, got {n!r}; pass one per question")
         twin = self.clone()
         twin.batch_repeat_interleave(n)

@@ -10,7 +10,7 @@ import torch
 from ...budget import Budget
 from ...cache.prefill import block_tokens
 from ...config import BUDGET, EVICT_EVERY, POLICY, Config
-from ...errors import FastKVError
+from ...errors import FastKVError, is_number
 from ...policies import get
 
 KEY = "fastkv"
@@ -110,7 +110,7 @@ def _check_classes(classes: Any) -> None:
 def _check_prefixes(chosen: dict[str, Any]) -> None:
     """Raise FastKVError for a share that is none, or where no step of a prompt ends before the prompt does."""
     share = chosen["prefixes"]
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+    if not is_number(share) or not 0 <= share <= 1:
         raise FastKVError(
             f"prefixes is the share of pages that may keep beginnings of prompts, 0 to 1, got {share!r}; give one"
         )
