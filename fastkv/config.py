@@ -116,8 +116,9 @@ class Config:
                 "reads once; use 'attention-matching', 'kvzip' or 'fastkv-reread', or another correction"
             )
         if self.prefill_block is not None and self.deferred:
-            what = f"policy {name!r}" if self.policy.second_reading else "Budget(quality=...)"
-            raise FastKVError(f"{what} needs the whole context before anything is evicted; leave prefill_block out")
+            raise FastKVError(
+                f"{self.deferred} needs the whole context before anything is evicted; leave prefill_block out"
+            )
 
     def coded(self, sizes: Iterable[int], latent: bool = False) -> Config:
         """With the slots that "auto" means, if it was asked for: codes where the budget says how many bytes are spent,
@@ -136,9 +137,11 @@ class Config:
         return replace(self, slots=INT4 if four else INT8)
 
     @property
-    def deferred(self) -> bool:
-        """Whether the first prompt is compressed only after all layers have read it."""
-        return self.policy.second_reading is not None or self.budget.quality is not None
+    def deferred(self) -> str:
+        """What lets the first prompt be compressed only after all layers have read it; empty if nothing does."""
+        if self.policy.second_reading is not None:
+            return f"policy {self.policy.name!r}"
+        return "" if self.budget.quality is None else "Budget(quality=...)"
 
     @property
     def samples_queries(self) -> bool:

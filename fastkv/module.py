@@ -100,10 +100,9 @@ class FastKVAttention(Module):
         config, vector = self.config, self.config.vector
         name = f"policy {config.policy.name!r}"
         if config.deferred:
-            what = name if config.policy.second_reading else "Budget(quality=...)"
             raise FastKVError(
-                f"{NAME}: {what} reads the prompt with the whole model before it evicts, got one layer; use another "
-                "method or fastkv.patch"
+                f"{NAME}: {config.deferred} reads the prompt with the whole model before it evicts, got one layer; use "
+                "another method or fastkv.patch"
             )
         config.budget.check_layers(num_layers)
         check_shares(config, [self.num_kv_heads] * num_layers)
@@ -360,12 +359,14 @@ class FastKVAttention(Module):
         keys, batch, prompt = state_dict[prefix + "exact_keys"], len(state_dict[prefix + "seen"]), int(host[0])
         if self.state is None or (len(self.state.seen), self.prompt) != (batch, prompt):
             device = keys.device if self.state is None else self.state.seen.device
-            dtype = _saved_dtype(keys, host) if self.state is None else self.state.exact.dtype
+            saved = keys.dtype if keys.is_floating_point() else DTYPES[int(host[-1])]  # of the model
+            dtype = saved if self.state is None else self.state.exact.dtype
             self.allocate(batch, device, dtype, prompt=prompt)
-        own, saved = self._sizes(), host[3:6].tolist()
-        if own != saved:
-            raise FastKVError(f"{NAME}: {saved} slots were saved, this module has {own}; give it the same settings")
-        slots = _saved_format(keys, host)
+        own, sizes = self._sizes(), host[3:6].tolist()
+        if own != sizes:
+            raise FastKVError(f"{NAME}: {sizes} slots were saved, this module has {own}; give it the same settings")
+        # Codes are the only keys that are integers, and what they are is at the end of `host`.
+        slots = PLAIN.name if keys.is_floating_point() else list(FORMATS)[int(host[-2])]
         if slots != self.config.slots.name:
             raise FastKVError(
                 f"{NAME}: slots={slots!r} were saved, this module has slots={self.config.slots.name!r}; give it the "
@@ -378,16 +379,6 @@ class FastKVAttention(Module):
         rule = self.cache.rule
         assert rule is not None
         return [sum(rule.layout.tokens), sum(rule.layout.approx), rule.layout.spare]
-
-
-def _saved_format(keys: Tensor, host: Tensor) -> str:
-    """What the saved slots are called; codes are the only keys that are integers, and say it at the end of `host`."""
-    return PLAIN.name if keys.is_floating_point() else list(FORMATS)[int(host[-2])]
-
-
-def _saved_dtype(keys: Tensor, host: Tensor) -> torch.dtype:
-    """Of the model whose keys were saved."""
-    return keys.dtype if keys.is_floating_point() else DTYPES[int(host[-1])]
 
 
 def _check_sizes(num_heads: int, num_kv_heads: int, head_dim: int, layer: int, num_layers: int) -> None:

@@ -61,10 +61,10 @@ def _store_in_slabs(
     ops.compact(signals.valid, selection, block, LayerState(rows, state.seen, state.moments), rule.spec)
     assert exact.starts is not None
     if full and layout.adaptive:
-        counts = rule.parallel.gather(selection.counts)
+        counts = rule.plan.parallel.gather(selection.counts)
         left = (counts.shape[1] * layout.total - counts.sum(-1, keepdim=True)) // counts.shape[1]
         capacities = counts + left + layout.spare
-        exact.trade(rule.parallel.own(capacities), capacities)
+        exact.trade(rule.plan.parallel.own(capacities), capacities)
     elif full and layout.shared:
         exact.redeal(layout.capacities("exact"))
     pack(exact.starts, [(getattr(exact, name), candidates) for name, candidates in rows.moving().items()])

@@ -195,8 +195,8 @@ def prefill_attention(
 
 
 def mixed_in(q: Tensor, known: Evicted, spec: Spec) -> Estimate:
-    """`Evicted.estimate` for q [B, Hq, T, D], in as few operators as its equations have terms: a decode step asks this
-    of every layer, and for so few numbers an operator costs its call.
+    """`Evicted.estimate` for q [B, Hq, T, D], in as few operators as its equations have terms: for a block of a
+    prompt centroids then take half the time.
     """
     if spec.softcap is None and q.dtype != torch.float64:
         if isinstance(known, Centroids) and known.keys.dtype != torch.float64:

@@ -88,7 +88,7 @@ class TOVA(Policy):
         # A token may sit in another slot in another head: put the heads in order of position before averaging.
         order = in_order(signals.positions, signals.valid)
         weights = signals.attention.gather(-1, order)
-        mean = signals.layer.parallel.mean_heads(weights).expand_as(weights)
+        mean = signals.layer.parallel.gather(weights).mean(1, keepdim=True).expand_as(weights)
         return torch.empty_like(weights).scatter_(-1, order, mean)
 
 

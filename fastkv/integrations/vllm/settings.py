@@ -123,12 +123,15 @@ def _check_prefixes(chosen: dict[str, Any]) -> None:
 
 def _check_method(config: Config) -> None:
     """Raise FastKVError for a method that needs more than vLLM hands to attention, or reads a prompt twice."""
-    name = f"policy {config.policy.name!r}"
     if config.deferred:
-        what = name if config.policy.second_reading else "Budget(quality=...)"
-        raise FastKVError(f"{what} needs the whole context before anything is evicted, vLLM reads it once; use another")
+        raise FastKVError(
+            f"{config.deferred} needs the whole context before anything is evicted, vLLM reads it once; use another"
+        )
     if config.needs("output"):
-        raise FastKVError(f"{name} reads the layers' output projections, which vLLM hands to no attention; use another")
+        raise FastKVError(
+            f"policy {config.policy.name!r} reads the layers' output projections, which vLLM hands to no attention; "
+            "use another"
+        )
 
 
 def _check_engine(vllm_config: Any, config: Config) -> None:
