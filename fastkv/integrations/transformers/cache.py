@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,25 @@ from ...parallel import Parallel
 from ...reference import LayerState, Moments
 from . import families, latent, modules, serialization, stock
 from .layer import FastKVLayer, HybridLayer, Ring, WindowLayer
-from .prompt import Prompt
+
+
+@dataclass
+class Prompt:
+    """A prompt while it is read: what a base model knows of it and its decoder is not told.
+
+    Attributes:
+        padding: [B, tokens so far], 0 for padding; None without any.
+        rows: how many last rows of hidden states somebody reads; None for all.
+        masks: `PreparedMasks`, which makes the masks of a block, if the base model prepares them.
+        embeds: [B, T, hidden], the prompt as the decoder got it, images included; kept while it is read twice.
+        positions: as the decoder got them, [1 or B, T] or [3 or 4, B, T]; kept likewise. None where it numbers tokens.
+    """
+
+    padding: Tensor | None = None
+    rows: int | None = None
+    masks: Any = None
+    embeds: Tensor | None = None
+    positions: Tensor | None = None
 
 
 class FastKVCache(Cache):

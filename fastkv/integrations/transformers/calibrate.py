@@ -40,9 +40,8 @@ from ...policies import get
 from ...reference.attention import grouped_logits
 from . import modules
 from .attach import attach, check, detach
-from .cache import FastKVCache
-from .deferred import read_again
-from .prompt import Prompt
+from .cache import FastKVCache, Prompt
+from .prompt import read_again
 from .selfcheck import with_rotations
 from .stock import CACHE
 
