@@ -34,9 +34,12 @@ def store(
         ops.compact(signals.valid, selection, _newest(signals, num), state, rule.spec)
     else:
         _store_in_slabs(state, signals, selection, num, rule, full)
-    if state.approx is None:
+    if state.approx is None:  # else `key_only.place` has put everything where tokens lie
         exact.filled = exact.limit - layout.spare if full else exact.filled + num
-    finish(state, signals)
+        memorise(state, signals)
+    for slots in state.tiers.values():  # what they receive is added up anew
+        if slots.attention is not None:
+            slots.attention.zero_()
 
 
 def _newest(signals: Signals, num: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,15 +81,6 @@ def remember(state: LayerState, signals: Signals, kept: Tensor, most: int, rule:
     if state.parts is not None:
         pairs = (signals.keys, signals.values, signals.positions)
         ops.remember(*pairs, signals.valid, kept, most, state, rule.spec)
-
-
-def finish(state: LayerState, signals: Signals) -> None:
-    """Put what the policy remembers where the tokens lie now, and add up what slots receive from now on."""
-    if state.approx is None:  # else `key_only.place` has put it there
-        memorise(state, signals)
-    for slots in state.tiers.values():
-        if slots.attention is not None:
-            slots.attention.zero_()
 
 
 def memorise(state: LayerState, signals: Signals) -> None:

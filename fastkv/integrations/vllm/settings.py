@@ -147,7 +147,7 @@ def _check_engine(vllm_config: Any, config: Config) -> None:
             "it carries blocks of tokens, and a page is all that a sequence left",
         ),
         f"kv_cache_dtype={cache.cache_dtype!r}": (
-            cache.cache_dtype not in ("auto", *_own_names(vllm_config)),
+            cache.cache_dtype not in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch.")),
             "its numbers of 8 or 4 bits are chosen with slots",
         ),
         "dual batch overlap": (
@@ -187,8 +187,3 @@ def _check_engine(vllm_config: Any, config: Config) -> None:
             f"that takes max_num_batched_tokens of at least {least}, got {scheduler.max_num_batched_tokens}; raise it, "
             "or lower prefill_block or max_num_seqs"
         )
-
-
-def _own_names(vllm_config: Any) -> list[str]:
-    """What vLLM calls the dtype of the model."""
-    return [str(vllm_config.model_config.dtype).removeprefix("torch.")]
