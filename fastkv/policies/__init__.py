@@ -9,13 +9,12 @@ from ..errors import FastKVError
 from .attention import H2O, RKV, TOVA, PyramidKV, SnapKV
 from .base import LayerFacts, MomentUse, Policy, QueryStatistics, Reread, SecondReading, Shares, Signals
 from .compactor import Compactor, Leverage, NonCausal
-from .criticalkv import CriticalKV
 from .expected import ExpectedAttention, TriAttention
 from .fastkv import FastKV, FastKVReread
 from .keys import KeyDiff, KNorm, LagKV, Manifold, WindowedManifold
-from .momentkv import MomentKV
 from .positions import DuoAttention, Random, Streaming
 from .reread import AttentionMatching, KVzip
+from .values import CriticalKV, MomentKV
 
 ALL: tuple[type[Policy], ...] = (
     MomentKV, KeyDiff, Manifold, WindowedManifold, Compactor, Leverage, NonCausal, FastKV, FastKVReread,
