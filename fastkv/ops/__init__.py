@@ -34,7 +34,7 @@ from ..reference import (
     random_scores,
     streaming_scores,
 )
-from .operator import by_keyword, by_spec, nothing, operator
+from .operator import by_keyword, by_spec, nothing, opaque
 
 
 def _step_outputs(
@@ -45,7 +45,7 @@ def _step_outputs(
 
 
 # Kernel: one launch, append included; no allocation but the results.
-decode_step = operator(_step_outputs, changes=("state",))(by_spec(reference.decode_step))
+decode_step = opaque(_step_outputs, changes=("state",))(by_spec(reference.decode_step))
 
 
 def decode_attention(
@@ -77,7 +77,7 @@ def _block_outputs(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor,
 
 
 # Kernel: one launch.
-prefill_attention = operator(_block_outputs)(by_spec(reference.prefill_attention, changes=False))
+prefill_attention = opaque(_block_outputs)(by_spec(reference.prefill_attention, changes=False))
 
 
 def _slot_outputs(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -90,16 +90,16 @@ def _slot_outputs(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Ten
 
 
 # Kernel: one launch for heads of equally many slots.
-slot_signals = operator(_slot_outputs, changes=("state",))(by_spec(reference.slot_signals))
+slot_signals = opaque(_slot_outputs, changes=("state",))(by_spec(reference.slot_signals))
 
 # Static shapes, no host sync. Kernel: for centroids, one launch while decoding.
-remember = operator(nothing, changes=("state",))(by_spec(reference.remember))
+remember = opaque(nothing, changes=("state",))(by_spec(reference.remember))
 
 # Kernel: survivors stay in place, only holes are filled; refreshes `moments.slope`.
-compact = operator(nothing, changes=("state",))(by_spec(reference.compact))
+compact = opaque(nothing, changes=("state",))(by_spec(reference.compact))
 
 # Kernel: two launches for at most 64 victims a head; refreshes `moments.slope`.
-evict = operator(nothing, changes=("state",))(by_spec(reference.evict))
+evict = opaque(nothing, changes=("state",))(by_spec(reference.evict))
 
 
 def workspace(num_heads: int, state: LayerState, spec: Spec, room: list[Tensor] | None = None) -> list[Tensor]:
@@ -138,7 +138,7 @@ def _of_second(first: Tensor | None, *rest: Any) -> Tensor:
     return _of_first(*rest)
 
 
-@operator(_of_first)
+@opaque(_of_first)
 def keydiff_scores(
     keys: Tensor, anchor: str = "mean", *, distance: str = "cosine", mask: Tensor | None = None, backend: str = "auto"
 ) -> Tensor:
@@ -151,10 +151,10 @@ def keydiff_scores(
 
 
 # Kernel: two passes over the keys.
-manifold_scores = operator(_of_first)(by_keyword(reference.manifold_scores))
+manifold_scores = opaque(_of_first)(by_keyword(reference.manifold_scores))
 
 
-@operator(_of_first)
+@opaque(_of_first)
 def sketched_leverage(
     keys: Tensor, sketch: Tensor | None, method: str, mask: Tensor | None, centre: bool, backend: str = "auto"
 ) -> Tensor:
@@ -169,7 +169,7 @@ def _sketch_output(keys: Tensor, columns: int, *rest: Any) -> Tensor:
     return keys.new_empty(keys.shape[-1], columns, dtype=torch.float32)
 
 
-@operator(_sketch_output)
+@opaque(_sketch_output)
 def sketch(keys: Tensor, columns: int, method: str, seed: int) -> Tensor:
     """`reference.make_sketch` from a seed: a compiled step cannot make generators.
 
@@ -207,16 +207,16 @@ def leverage_scores(
 
 
 # Kernel: one launch up to chunks of 256.
-noncausal_attention_mass = operator(_of_second)(by_keyword(reference.noncausal_attention_mass))
+noncausal_attention_mass = opaque(_of_second)(by_keyword(reference.noncausal_attention_mass))
 
 # Kernel: two launches, no logits in memory.
-peak_attention = operator(_of_second)(by_keyword(reference.peak_attention))
+peak_attention = opaque(_of_second)(by_keyword(reference.peak_attention))
 
 # Kernel: one launch.
-most_attended = operator(_of_second)(by_keyword(reference.most_attended))
+most_attended = opaque(_of_second)(by_keyword(reference.most_attended))
 
 # Kernel: three launches, no logits in memory.
-observed_attention = operator(_of_second)(by_keyword(reference.observed_attention))
+observed_attention = opaque(_of_second)(by_keyword(reference.observed_attention))
 
 
 def window_scores(q: Tensor, keys: Tensor, scale: float, pool: int = 7, *, backend: str = "auto") -> Tensor:
@@ -226,7 +226,7 @@ def window_scores(q: Tensor, keys: Tensor, scale: float, pool: int = 7, *, backe
 
 
 # Kernel: one launch.
-moment_scores = operator(_of_second)(by_keyword(reference.moment_scores))
+moment_scores = opaque(_of_second)(by_keyword(reference.moment_scores))
 
 
 def _selected(scores: Tensor, positions: Tensor, valid: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -234,12 +234,12 @@ def _selected(scores: Tensor, positions: Tensor, valid: Tensor, *rest: Any) -> t
 
 
 # Kernel: three launches, no copies of keys.
-expected_attention = operator(_of_first)(by_keyword(reference.expected_attention))
+expected_attention = opaque(_of_first)(by_keyword(reference.expected_attention))
 
 # Kernel: one launch.
-z_scores = operator(lambda scores, *rest: torch.empty_like(scores))(by_keyword(reference.z_scores))
+z_scores = opaque(lambda scores, *rest: torch.empty_like(scores))(by_keyword(reference.z_scores))
 
 
 # Kernel: one launch, bisection instead of sorting.
-select = operator(_selected)(by_keyword(reference.select))
-select_each = operator(_selected)(by_keyword(reference.select_each))
+select = opaque(_selected)(by_keyword(reference.select))
+select_each = opaque(_selected)(by_keyword(reference.select_each))
