@@ -23,7 +23,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from ...errors import FastKVError
 from .cache import FastKVCache, Prompt
-from .prompt import MaskMade, PreparedMasks, in_blocks, padding_of, read_in_full, read_prompt
+from .prompt import MaskMade, PreparedMasks, in_blocks, padding_of, read_in_full, read_prompt, tokens_of
 from .stock import BEFORE, CACHE
 
 
@@ -61,7 +61,7 @@ def base_forward(self: Any, given: dict[str, Any]) -> Any:
     wants_cache = self.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache
     if given.get(CACHE) is None and wants_cache and not self.training:
         given[CACHE] = FastKVCache(self)
-    cache, tokens = given.get(CACHE), _tokens(given)
+    cache, tokens = given.get(CACHE), tokens_of(given)
     if not isinstance(cache, FastKVCache) or tokens is None:
         return self._fastkv_base_forward(**given)
     if given.get("output_attentions"):
@@ -94,7 +94,7 @@ def base_forward(self: Any, given: dict[str, Any]) -> Any:
 
 def decoder_forward(self: Any, given: dict[str, Any]) -> Any:
     """Forward of the decoder: one decode step, or a prompt, in blocks if the config says so."""
-    cache, tokens = given.get(CACHE), _tokens(given)
+    cache, tokens = given.get(CACHE), tokens_of(given)
     if not isinstance(cache, FastKVCache) or tokens is None:
         return self._fastkv_decoder_forward(**given)
     mask, prompt, total = given.get("attention_mask"), cache.prompt, tokens.shape[1]
@@ -128,12 +128,6 @@ def step_mask(module: Any, cache: FastKVCache, tokens: Tensor, mask: Any, paddin
     eager = module.config._attn_implementation in (None, "eager")
     others = getattr(module.config.get_text_config(decoder=True), "layer_types", None) or ()  # linear ones need none
     return {**dict.fromkeys(others), "full_attention": ones, "sliding_attention": cache.window_mask(eager)}
-
-
-def _tokens(given: dict[str, Any]) -> Tensor | None:
-    """What is read: ids [B, T] or embeddings [B, T, hidden]."""
-    ids = given.get("input_ids")
-    return given.get("inputs_embeds") if ids is None else ids
 
 
 def _no_mask(tokens: Tensor) -> Tensor:

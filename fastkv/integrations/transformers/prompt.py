@@ -53,12 +53,10 @@ class PreparedMasks:
     def of(cls, base: Any, given: dict[str, Any]) -> PreparedMasks:
         """For a call of the base model. Raises: FastKVError if the mask is a prepared one."""
         check_mask(given.get("attention_mask"))
-        ids = given.get("input_ids")
         names = [name for name in given if "token_type" in name and given[name] is not None]
-        names += ["position_ids", CACHE, "inputs_embeds" if ids is None else "input_ids"]
-        tokens = given[names[-1]]
+        names += ["position_ids", CACHE, "inputs_embeds" if given.get("input_ids") is None else "input_ids"]
         kept = {name: given.get(name) for name in (*names, "attention_mask")}
-        return cls(base, kept, int(given[CACHE].get_seq_length()), tokens.shape[1])
+        return cls(base, kept, int(given[CACHE].get_seq_length()), tokens_of(given).shape[1])
 
     def part(self, start: int, end: int) -> Any:
         """Masks of tokens [start, end), which come next: 4-D or 2-D, or None, or one of these per type of layer."""
@@ -75,6 +73,12 @@ class PreparedMasks:
         return None
 
 
+def tokens_of(given: dict[str, Any]) -> Any:
+    """What a forward reads: ids [B, T] or embeddings [B, T, hidden], None for neither."""
+    ids = given.get("input_ids")
+    return given.get("inputs_embeds") if ids is None else ids
+
+
 def padding_of(given: dict[str, Any]) -> Tensor | None:
     """The 2-D mask [B, tokens so far] among the arguments of a forward, None without."""
     mask = given.get("attention_mask")
@@ -89,8 +93,7 @@ def check_mask(mask: Any, what: str = "reading a prompt in blocks") -> None:
 
 def taken_from(given: dict[str, Any], start: int, end: int, total: int) -> dict[str, Any]:
     """The arguments of a forward for tokens [start, end) of `total`; a 2-D mask also covers everything before them."""
-    taken, ids = dict(given), given.get("input_ids")
-    tokens = given["inputs_embeds"] if ids is None else ids
+    taken, tokens = dict(given), tokens_of(given)
     for name, value in given.items():
         if isinstance(value, Tensor) and value.shape[:2] == tokens.shape[:2]:
             taken[name] = value[:, start:end]
@@ -112,9 +115,7 @@ def later_tokens(mask: Any, num: int) -> Tensor | None:
     """Which later tokens of a block of `num` its tokens see, [B, T, T] bool, by a 4-D mask; None by any other."""
     if not isinstance(mask, Tensor) or mask.ndim != 4:
         return None
-    own = mask[:, 0, -num:, -num:]
-    visible = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
-    return visible.triu(1)
+    return stock.seen(mask[:, 0, -num:, -num:]).triu(1)
 
 
 # Whole, or in blocks that cut no image whose tokens see each other.
@@ -132,10 +133,8 @@ def read_prompt(decoder: Any, cache: FastKVCache, given: dict[str, Any]) -> Any:
     Args: cache: with its `prompt`.  given: arguments of the decoder's forward.
     Returns: the output that the stock forward has, of the last `prompt.rows` tokens if that is a number.
     """
-    prompt, ids = cache.prompt, given.get("input_ids")
+    prompt, total, positions = cache.prompt, tokens_of(given).shape[1], given.get("position_ids")
     assert prompt is not None
-    total = (given["inputs_embeds"] if ids is None else ids).shape[1]
-    positions = given.get("position_ids")
     _check_positions(cache, positions)
     for layer in cache.compressed:
         layer.expected = total
