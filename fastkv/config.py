@@ -10,7 +10,7 @@ from typing import Any
 from . import corrections
 from .backend import BACKENDS, INT4_GROUP
 from .budget import HEADS, Budget
-from .calibration.files import check_fitted
+from .calibration.files import beside, check_fitted
 from .calibration.fits import QueryCalibration, VectorMap
 from .calibration.head_shares import HeadShares
 from .calibration.quality import QualityCurve
@@ -177,7 +177,7 @@ def with_fits(config: Config, known: Any, vector: str | Path | VectorMap | None)
     """
     if config.correction.key_only:
         if not isinstance(vector, VectorMap):
-            file = vector or _beside(known, "vector.safetensors", "correction='vector'", "vector=file")
+            file = vector or _fitted(known, "vector.safetensors", "correction='vector'", "vector=file")
             vector = VectorMap.load(file, known)
         vector.check(known)
         config = replace(config, vector=vector)
@@ -185,13 +185,13 @@ def with_fits(config: Config, known: Any, vector: str | Path | VectorMap | None)
         raise FastKVError("vector=... is for correction='vector', got another correction; add it or leave vector out")
     if config.needs("query_statistics"):
         how = f"fastkv.policies.get({config.policy.name!r}, calibration=file)"
-        queries = config.policy.calibration or _beside(
+        queries = config.policy.calibration or _fitted(
             known, "queries.safetensors", f"policy {config.policy.name!r}", how
         )
         config = replace(config, queries=QueryCalibration.load(queries, known))
     budget = config.budget
     if budget.quality is not None:
-        fitted = budget.calibration or _beside(known, "context.json", "Budget(quality=...)", "calibration=file")
+        fitted = budget.calibration or _fitted(known, "context.json", "Budget(quality=...)", "calibration=file")
         config = replace(config, curve=load_curve(fitted, known, config.policy.name))
     return config
 
@@ -234,9 +234,9 @@ def check_shares(config: Config, heads: list[int]) -> None:
         )
 
 
-def _beside(config: Any, name: str, what: str, how: str) -> Path:
+def _fitted(config: Any, name: str, what: str, how: str) -> Path:
     """The calibration file of that name in the directory the model was loaded from."""
-    path = Path(getattr(config, "_name_or_path", "") or ".") / name
+    path = beside(config, name)
     if not path.is_file():
         command = name.partition(".")[0]
         raise FastKVError(

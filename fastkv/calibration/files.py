@@ -92,6 +92,11 @@ def _plain(value: Any) -> Any:
     return float(value) if is_number(value) else value
 
 
+def beside(config: Any, name: str) -> Path:
+    """The file of that name in the directory that the model with this config was loaded from; it need not be there."""
+    return Path(getattr(config, "_name_or_path", "") or ".") / name
+
+
 def user_cache(kind: str) -> Path:
     """Where fastkv keeps what it made once for all runs; it need not be there yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastkv" / kind
