@@ -13,16 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .calibration.head_shares import HeadShares
-from .errors import FastKVError
+from .errors import FastKVError, is_number, is_whole
 
 HEADS = ("calibrated", "uniform", "adaptive")
 UNITS = {"tokens": int, "keep": float, "bytes": int, "compress": float, "quality": float}
 TIMES = re.compile(r"\d+(\.\d+)?x")
 PYRAMID_BETA = 20.0  # PyramidKV (arXiv:2406.02069): the last layer gets 1/beta of the average
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -109,15 +105,15 @@ class Budget:
             )
         for name, least in (("sinks", 0), ("recent", 0), ("tokens", 1), ("bytes", 1), ("context", 1)):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            if value is not None and not is_whole(value, least):
                 raise FastKVError(
                     f"Budget {name} must be an integer of at least {least}, got {value!r}; pass a whole number"
                 )
         for name, example in (("keep", "0.25 keeps a quarter"), ("quality", "0.95 loses a twentieth")):
             share = getattr(self, name)
-            if share is not None and (not _is_number(share) or not 0 < share <= 1):
+            if share is not None and (not is_number(share) or not 0 < share <= 1):
                 raise FastKVError(f"Budget {name} must be in (0, 1], got {share!r}; {example}")
-        if self.compress is not None and (not _is_number(self.compress) or not 1 <= self.compress < math.inf):
+        if self.compress is not None and (not is_number(self.compress) or not 1 <= self.compress < math.inf):
             raise FastKVError(f"Budget compress must be at least 1, got {self.compress!r}; 16 is sixteen times smaller")
         if self.context is not None and self.follows_prompt:
             raise FastKVError(
@@ -140,7 +136,7 @@ class Budget:
                 )
         else:
             weights = tuple(self.layers)
-            if not weights or not all(_is_number(weight) and weight > 0 for weight in weights):
+            if not weights or not all(is_number(weight) and weight > 0 for weight in weights):
                 raise FastKVError(f"Budget layers must list positive weights, got {self.layers!r}; one per layer")
             object.__setattr__(self, "layers", weights)
         named = isinstance(self.heads, str) and (self.heads in HEADS or self.heads.endswith(".safetensors"))

@@ -10,13 +10,13 @@ from typing import Any
 from . import corrections
 from .backend import BACKENDS, INT4_GROUP
 from .budget import HEADS, Budget
-from .calibration.files import check_fitted
+from .calibration.files import beside, check_fitted
 from .calibration.fits import QueryCalibration, VectorMap
 from .calibration.head_shares import HeadShares
 from .calibration.quality import QualityCurve
 from .calibration.quality import load as load_curve
 from .corrections import Correction
-from .errors import FastKVError
+from .errors import FastKVError, is_whole
 from .policies import Policy, get
 from .reference import INT4, INT8, PLAIN, SlotFormat, slot_format
 from .rotary import Rotary
@@ -77,11 +77,9 @@ class Config:
         Raises: FastKVError for each that cannot be used.
         """
         chosen = get(policy)
-        for name, value, least in (("prefill_block", prefill_block, 1), ("evict_every", evict_every, 1)):
-            if value is None and name == "prefill_block":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise FastKVError(f"{name} must be a whole number of at least {least} tokens, got {value!r}")
+        for name, value in (("prefill_block", prefill_block), ("evict_every", evict_every)):
+            if not is_whole(value, 1) and not (value is None and name == "prefill_block"):
+                raise FastKVError(f"{name} must be a whole number of at least 1 tokens, got {value!r}")
         wanted = corrections.get(chosen.correction if correction == "auto" else correction)
         if backend not in BACKENDS:
             raise FastKVError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -118,8 +116,9 @@ class Config:
                 "reads once; use 'attention-matching', 'kvzip' or 'fastkv-reread', or another correction"
             )
         if self.prefill_block is not None and self.deferred:
-            what = f"policy {name!r}" if self.policy.second_reading else "Budget(quality=...)"
-            raise FastKVError(f"{what} needs the whole context before anything is evicted; leave prefill_block out")
+            raise FastKVError(
+                f"{self.deferred} needs the whole context before anything is evicted; leave prefill_block out"
+            )
 
     def coded(self, sizes: Iterable[int], latent: bool = False) -> Config:
         """With the slots that "auto" means, if it was asked for: codes where the budget says how many bytes are spent,
@@ -138,9 +137,11 @@ class Config:
         return replace(self, slots=INT4 if four else INT8)
 
     @property
-    def deferred(self) -> bool:
-        """Whether the first prompt is compressed only after all layers have read it."""
-        return self.policy.second_reading is not None or self.budget.quality is not None
+    def deferred(self) -> str:
+        """What lets the first prompt be compressed only after all layers have read it; empty if nothing does."""
+        if self.policy.second_reading is not None:
+            return f"policy {self.policy.name!r}"
+        return "" if self.budget.quality is None else "Budget(quality=...)"
 
     @property
     def samples_queries(self) -> bool:
@@ -176,7 +177,7 @@ def with_fits(config: Config, known: Any, vector: str | Path | VectorMap | None)
     """
     if config.correction.key_only:
         if not isinstance(vector, VectorMap):
-            file = vector or _beside(known, "vector.safetensors", "correction='vector'", "vector=file")
+            file = vector or _fitted(known, "vector.safetensors", "correction='vector'", "vector=file")
             vector = VectorMap.load(file, known)
         vector.check(known)
         config = replace(config, vector=vector)
@@ -184,13 +185,13 @@ def with_fits(config: Config, known: Any, vector: str | Path | VectorMap | None)
         raise FastKVError("vector=... is for correction='vector', got another correction; add it or leave vector out")
     if config.needs("query_statistics"):
         how = f"fastkv.policies.get({config.policy.name!r}, calibration=file)"
-        queries = config.policy.calibration or _beside(
+        queries = config.policy.calibration or _fitted(
             known, "queries.safetensors", f"policy {config.policy.name!r}", how
         )
         config = replace(config, queries=QueryCalibration.load(queries, known))
     budget = config.budget
     if budget.quality is not None:
-        fitted = budget.calibration or _beside(known, "context.json", "Budget(quality=...)", "calibration=file")
+        fitted = budget.calibration or _fitted(known, "context.json", "Budget(quality=...)", "calibration=file")
         config = replace(config, curve=load_curve(fitted, known, config.policy.name))
     return config
 
@@ -233,9 +234,9 @@ def check_shares(config: Config, heads: list[int]) -> None:
         )
 
 
-def _beside(config: Any, name: str, what: str, how: str) -> Path:
+def _fitted(config: Any, name: str, what: str, how: str) -> Path:
     """The calibration file of that name in the directory the model was loaded from."""
-    path = Path(getattr(config, "_name_or_path", "") or ".") / name
+    path = beside(config, name)
     if not path.is_file():
         command = name.partition(".")[0]
         raise FastKVError(

@@ -23,6 +23,16 @@ class FastKVError(ValueError):
     """Something fastkv was asked to do cannot be done; nothing has been changed."""
 
 
+def is_number(value: object) -> bool:
+    """Whether a value is a number; True and False are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether a value is a whole number of at least `least`; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def check_shape(op: str, name: str, tensor: Tensor, expected: Sequence[int | None]) -> None:
     """Raise FastKVError unless `tensor.shape` matches `expected` (None matches any size)."""
     shape = tuple(tensor.shape)

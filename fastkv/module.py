@@ -19,7 +19,7 @@ from .cache.workspace import CacheWorkspace
 from .calibration.fits import QueryCalibration, VectorMap
 from .config import BUDGET, EVICT_EVERY, POLICY, WITHOUT_ROTARY, Config, check_shares
 from .corrections import Correction
-from .errors import FastKVError, check_groups, check_shape
+from .errors import FastKVError, check_groups, check_shape, is_whole
 from .policies import Policy
 from .reference import FORMATS, PLAIN, LayerState, Moments
 from .rotary import Rotary
@@ -100,10 +100,9 @@ class FastKVAttention(Module):
         config, vector = self.config, self.config.vector
         name = f"policy {config.policy.name!r}"
         if config.deferred:
-            what = name if config.policy.second_reading else "Budget(quality=...)"
             raise FastKVError(
-                f"{NAME}: {what} reads the prompt with the whole model before it evicts, got one layer; use another "
-                "method or fastkv.patch"
+                f"{NAME}: {config.deferred} reads the prompt with the whole model before it evicts, got one layer; use "
+                "another method or fastkv.patch"
             )
         config.budget.check_layers(num_layers)
         check_shares(config, [self.num_kv_heads] * num_layers)
@@ -360,12 +359,14 @@ class FastKVAttention(Module):
         keys, batch, prompt = state_dict[prefix + "exact_keys"], len(state_dict[prefix + "seen"]), int(host[0])
         if self.state is None or (len(self.state.seen), self.prompt) != (batch, prompt):
             device = keys.device if self.state is None else self.state.seen.device
-            dtype = _saved_dtype(keys, host) if self.state is None else self.state.exact.dtype
+            saved = keys.dtype if keys.is_floating_point() else DTYPES[int(host[-1])]  # of the model
+            dtype = saved if self.state is None else self.state.exact.dtype
             self.allocate(batch, device, dtype, prompt=prompt)
-        own, saved = self._sizes(), host[3:6].tolist()
-        if own != saved:
-            raise FastKVError(f"{NAME}: {saved} slots were saved, this module has {own}; give it the same settings")
-        slots = _saved_format(keys, host)
+        own, sizes = self._sizes(), host[3:6].tolist()
+        if own != sizes:
+            raise FastKVError(f"{NAME}: {sizes} slots were saved, this module has {own}; give it the same settings")
+        # Codes are the only keys that are integers, and what they are is at the end of `host`.
+        slots = PLAIN.name if keys.is_floating_point() else list(FORMATS)[int(host[-2])]
         if slots != self.config.slots.name:
             raise FastKVError(
                 f"{NAME}: slots={slots!r} were saved, this module has slots={self.config.slots.name!r}; give it the "
@@ -380,23 +381,13 @@ class FastKVAttention(Module):
         return [sum(rule.layout.tokens), sum(rule.layout.approx), rule.layout.spare]
 
 
-def _saved_format(keys: Tensor, host: Tensor) -> str:
-    """What the saved slots are called; codes are the only keys that are integers, and say it at the end of `host`."""
-    return PLAIN.name if keys.is_floating_point() else list(FORMATS)[int(host[-2])]
-
-
-def _saved_dtype(keys: Tensor, host: Tensor) -> torch.dtype:
-    """Of the model whose keys were saved."""
-    return keys.dtype if keys.is_floating_point() else DTYPES[int(host[-1])]
-
-
 def _check_sizes(num_heads: int, num_kv_heads: int, head_dim: int, layer: int, num_layers: int) -> None:
     """Raise FastKVError unless these are the sizes of a model and the index of one of its layers."""
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "num_layers": num_layers}
     for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_whole(value, 1):
             raise FastKVError(f"{NAME}: {name} must be a whole number of at least 1, got {value!r}; pass the model's")
     check_groups(NAME, num_heads, num_kv_heads)
-    if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0 or 1 < num_layers <= layer:
+    if not is_whole(layer, 0) or 1 < num_layers <= layer:
         below = f" below num_layers = {num_layers}" if num_layers > 1 else ""
         raise FastKVError(f"{NAME}: layer must be a whole number from 0{below}, got {layer!r}; count from 0")

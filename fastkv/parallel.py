@@ -48,11 +48,3 @@ class Parallel:
     def own(self, whole: Tensor) -> Tensor:
         """This process's heads of [B, all heads, ...]."""
         return whole.chunk(self.size, 1)[self.rank]
-
-    def mean_heads(self, part: Tensor) -> Tensor:
-        """[B, 1, ...], mean over all heads of the layer of [B, Hkv, ...]."""
-        mean = part.mean(1, keepdim=True)
-        if self.size > 1:
-            distributed.all_reduce(mean, group=self.group)
-            mean = mean / self.size
-        return mean

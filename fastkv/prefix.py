@@ -55,9 +55,14 @@ def compress(
     Returns: the compressed cache of N tokens.
     Raises: FastKVError if the policy needs more, if the cache does not hold every token of every layer, or as `patch`.
     """
-    chosen = get(policy)
-    check(model, Config(chosen, Budget.of(budget)))
-    _check_policy(chosen, budget)
+    config = Config(get(policy), Budget.of(budget))
+    check(model, config)
+    if config.deferred or not config.policy.needs <= FROM_KEYS:
+        what = config.deferred or f"policy {config.policy.name!r}"
+        raise FastKVError(
+            f"a cache holds keys and values, and {what} looks at queries or attention too; use policy 'keydiff', "
+            "'leverage', 'lagkv', 'knorm', 'manifold' or 'streaming', or read the prefix with a patched model"
+        )
     layers = _pairs(cache, model)
     valid = _valid(attention_mask, layers[0][0])
     patch(model, policy, budget, **options)
@@ -77,20 +82,6 @@ def compress(
         held.attends = Attends(float(getattr(module, "scaling", None) or k.shape[3] ** -0.5))
         layer.commit(None)
     return made
-
-
-def _check_policy(policy: Policy, budget: int | str | Budget) -> None:
-    """Raise FastKVError for a policy or a budget that looks at more than keys and values."""
-    if policy.second_reading or not policy.needs <= FROM_KEYS:
-        what = f"policy {policy.name!r}"
-    elif Budget.of(budget).quality is not None:
-        what = "Budget(quality=...)"
-    else:
-        return
-    raise FastKVError(
-        f"a cache holds keys and values, and {what} looks at queries or attention too; use policy 'keydiff', "
-        "'leverage', 'lagkv', 'knorm', 'manifold' or 'streaming', or read the prefix with a patched model"
-    )
 
 
 def _valid(mask: Tensor | None, keys: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from fastkv import Budget, FastKVAttention, FastKVError, reference
 from fastkv.kernels import _codes, decode_attention, operations, prefill_attention
 from fastkv.kernels._launch import INTERPRET, pow2
 from fastkv.kernels.evict import PACKED_V
-from fastkv.reference import FORMATS
+from fastkv.reference import FORMATS, rotated
 
 from . import test_kernels_decode as decode
 from . import test_kernels_evict as evict
@@ -108,9 +108,7 @@ def test_codes_are_those_of_the_reference(slots, dim):
     codes, mine, read = torch.empty_like(want), torch.empty_like(scales), torch.empty_like(rows)
     _round_trip_kernel[(1,)](rows.contiguous(), codes, mine, read, N=16, D=dim, B=triton.next_power_of_2(dim))
     assert torch.equal(mine, scales) and torch.equal(codes, want)
-    step, zero = (None if part is None else part.transpose(0, 1)[..., None] for part in form.steps(scales))
-    decoded = form.numbers(want, torch.empty_like(rows)).unflatten(-1, (step.shape[1], -1))
-    assert torch.equal(read, ((decoded - (0 if zero is None else zero)) * step).flatten(-2))
+    assert torch.equal(rotated(read) if slots == "int4" else read, form.decode(want, scales))
 
 
 def fits(slots, dim):

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fastkv
-from fastkv.cache.paged import PagedBlocks, PagedLayer, PagedRule
+from fastkv.cache.pages import PagedBlocks, PagedLayer, PagedRule
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 

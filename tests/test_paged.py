@@ -6,7 +6,7 @@ import torch
 from fastkv import Budget, HeadShares, ops
 from fastkv.cache.layer import LayerCache
 from fastkv.cache.layout import Attends, LayerPlan
-from fastkv.cache.paged import PagedBlocks, PagedClock, PagedLayer, PagedRule
+from fastkv.cache.pages import PagedBlocks, PagedClock, PagedLayer, PagedRule
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.calibration.head_shares import KEEPS
 from fastkv.config import Config
@@ -241,7 +241,7 @@ def test_an_eviction_touches_as_many_bytes_whatever_the_batch(policy, correction
 def test_a_step_in_which_no_sequence_is_due_evicts_nothing(monkeypatch):
     layer = paged(config_of("keydiff"))
     read(layer, 2, tokens(20, 1))
-    monkeypatch.setattr("fastkv.cache.paged.evict", None)
+    monkeypatch.setattr("fastkv.cache.pages.evict", None)
     for at in range(EVERY):
         step(layer, [2], [tokens(EVERY, 2)], [at])
     assert (layer.state.exact.lengths[2] == 12 + EVERY).all()

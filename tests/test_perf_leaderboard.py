@@ -53,7 +53,7 @@ def test_the_page_says_what_was_measured(place):
     text = page.PAGE.read_text()
     assert "3 texts, 30 answerable questions or more" in text and "commit abc" in text
     paper = "[2504.15364](https://arxiv.org/abs/2504.15364)"
-    row = f"| `keydiff` | [`KeyDiff`](../fastkv/policies/keydiff.py) | {paper} | **0.50** ± 0.00<br>0.250 · 0.125 |"
+    row = f"| `keydiff` | [`KeyDiff`](../fastkv/policies/keys.py) | {paper} | **0.50** ± 0.00<br>0.250 · 0.125 |"
     assert row in text
     readme = page.README.read_text()
     assert "| keydiff | 0.50, 0.250 | 0.50, 0.250 |" in readme and "3 texts" in readme

@@ -160,9 +160,6 @@ class Process:
         self.barrier.wait()
         return whole
 
-    def mean_heads(self, part):
-        return self.gather(part).mean(1, keepdim=True)
-
 
 @every_policy
 def test_heads_split_between_processes_score_as_on_one(policy):

@@ -14,9 +14,8 @@ from transformers.models.llama import modeling_llama
 
 from fastkv import ops
 from fastkv.integrations.transformers import rotations
-from fastkv.policies.baselines import KNorm
 from fastkv.policies.compactor import Compactor, Leverage, NonCausal
-from fastkv.policies.manifold import Manifold, WindowedManifold
+from fastkv.policies.keys import KNorm, Manifold, WindowedManifold
 from fastkv.reference import Moments
 from fastkv.reference.geometry import sketch_matrix
 from fastkv.reference.scores import z_scores

@@ -13,7 +13,7 @@ import torch
 
 from fastkv import ops, policies
 from fastkv.policies import RKV, ExpectedAttention, FastKV, FastKVReread, LagKV, TriAttention
-from fastkv.policies import rkv as rkv_file
+from fastkv.policies import attention as attention_file
 from fastkv.rotary import Rotary
 
 from .pairwise import named
@@ -263,7 +263,7 @@ def test_channels_that_do_not_vary_say_nothing():
 def test_keys_are_compared_in_parts(monkeypatch):
     signals = signals_of()
     whole = scored(RKV(), signals)
-    monkeypatch.setattr(rkv_file, "ROWS", 3)
+    monkeypatch.setattr(attention_file, "ROWS", 3)
     torch.testing.assert_close(scored(RKV(), signals)[signals.valid], whole[signals.valid])
 
 

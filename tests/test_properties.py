@@ -169,7 +169,7 @@ def test_a_layer_keeps_the_best(kind, batch, heads, seed, sinks, recent, more, s
     tokens = [least + (rng.randrange(more + 1) if kind == "fixed" else more) for _ in range(heads)]
     config = Config(KeyDiff(sliding_window=share), Budget(tokens=least, sinks=sinks, recent=recent))
     layout = Layout(tuple(tokens), NONE, adaptive=kind == "adaptive")
-    rule = LayerConfig(config, 0, layout, spec_of(config, layout, 1.0))
+    rule = LayerConfig(LayerPlan(config), layout, spec_of(config, layout, 1.0))
     seen = [rng.choice([rng.randrange(4), rng.randint(8, 24)]) for _ in range(batch)]
     number = grid(batch, heads, lambda b, h: min(seen[b], rng.choice([places, places, rng.randint(0, places)])))
     held = grid(batch, heads, lambda b, h: rng.sample(range(seen[b]), number[b][h]))

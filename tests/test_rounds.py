@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fastkv
-from fastkv.cache.layout import LayerConfig, Layout, spec_of
+from fastkv.cache.layout import LayerConfig, LayerPlan, Layout, spec_of
 from fastkv.cache.selection import keep_best, keep_in_rounds
 from fastkv.config import Config
 from fastkv.corrections import get
@@ -42,7 +42,7 @@ def rule_of(policy, tokens=(KEEP, KEEP), heads="uniform"):
     budget = fastkv.Budget(tokens=KEEP, sinks=1, recent=2, heads=heads)
     config = Config.make(policy, budget, None, 1, "moments", "reference", None)
     layout = Layout(tokens=tokens, correction=get("moments"), order=1, adaptive=heads == "adaptive")
-    return LayerConfig(config, 0, layout, spec_of(config, layout, SCALE))
+    return LayerConfig(LayerPlan(config), layout, spec_of(config, layout, SCALE))
 
 
 def one_by_one(signals, seen, row, head, tokens):

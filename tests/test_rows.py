@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 import fastkv
 from fastkv import ops
 from fastkv.cache.layer import evict
-from fastkv.cache.paged import PagedBlocks, PagedLayer, PagedRule
-from fastkv.cache.pages import ALIGNMENT, PageFormat
+from fastkv.cache.pages import ALIGNMENT, PagedBlocks, PagedLayer, PagedRule, PageFormat
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 from fastkv.kernels import operations

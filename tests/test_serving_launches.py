@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastkv import Budget
-from fastkv.cache.paged import PagedLayer, PagedRule
+from fastkv.cache.pages import PagedLayer, PagedRule
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 from fastkv.integrations.vllm.batch import Batcher

@@ -169,7 +169,7 @@ def test_attention_that_policies_are_told_of(correction):
     beside = [SINKS.view(1, -1, 1, 1).expand(B, -1, 6, 1)]
     known = rule.spec.evicted(state)
     if known is not None:
-        beside.append(known.log_mass(q, 0.3, None)[..., None].double())
+        beside.append(known.estimate(q, 0.3, None)[1][..., None].double())
     weights = torch.cat([logits, *beside], -1).softmax(-1)[..., : logits.shape[-1]]
     torch.testing.assert_close(told.attention.double(), shares(weights).mean(2), rtol=1e-5, atol=1e-7)
 

@@ -235,10 +235,10 @@ def test_compiled_attention_is_that_of_decoded_slots(slots, dim, sizes, filled, 
 def test_compiled_codes_are_the_same_bits(x, name, size):
     form, x = FORMATS[name], x * size
     codes, scales = form.encode(x)
-    found = compiled_slots.encode(form, x)
+    found = compiled_slots.encode_rows(form, x)
     assert torch.equal(found[0], codes) and torch.equal(found[1], scales)
-    decoded, want = compiled_slots.decode(form, codes, scales, torch.float32), form.decode(codes, scales)
-    assert torch.equal(compiled_slots.decode(form, codes, scales, torch.bfloat16), decoded.bfloat16())
+    decoded, want = compiled_slots.decode_rows(form, codes, scales, torch.float32), form.decode(codes, scales)
+    assert torch.equal(compiled_slots.decode_rows(form, codes, scales, torch.bfloat16), decoded.bfloat16())
     if name == "int4":  # turned back in another order
         assert torch.allclose(decoded, want, rtol=0, atol=1e-6 * float(want.abs().max()))
     else:
@@ -252,7 +252,7 @@ def test_compiled_codes_round_half_to_even(slots):
     x[0, 0] = form.largest  # the step is 1
     x[0, 1:33] = torch.arange(32) + 0.5 if slots == "int8" else torch.arange(16, 32, 0.5)  # there every other is a code
     x[0, 33:64] = torch.arange(31) / (2 if slots == "int8" else 1024)  # e4m3's below normal numbers are 1 / 512 apart
-    assert torch.equal(compiled_slots.encode(form, x)[0], form.encode(x)[0])
+    assert torch.equal(compiled_slots.encode_rows(form, x)[0], form.encode(x)[0])
 
 
 @compiled
@@ -264,7 +264,7 @@ def test_every_code_is_read_alike(slots):
     codes = codes.repeat_interleave(32).view(form.empty((), 32, torch.float32, CPU)[0].dtype).view(len(codes), 32)
     scales = form.empty((len(codes),), form.dim(32), torch.float32, CPU)[1]
     scales = torch.randint(-100, 100, scales.shape, generator=torch.Generator().manual_seed(0)).to(scales.dtype)
-    found, want = compiled_slots.decode(form, codes, scales, torch.float32), form.decode(codes, scales)
+    found, want = compiled_slots.decode_rows(form, codes, scales, torch.float32), form.decode(codes, scales)
     assert torch.allclose(found, want, rtol=0, atol=1e-6 * float(want.abs().max()))
 
 

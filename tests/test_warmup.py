@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fastkv import Budget
-from fastkv.cache.paged import PagedBlocks, PagedLayer, PagedRule
-from fastkv.cache.warmup import Traffic, warm_up
+from fastkv.cache.pages import PagedBlocks, PagedLayer, PagedRule, Traffic, warm_up
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 from fastkv.rotary import Rotary

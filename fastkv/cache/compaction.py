@@ -34,9 +34,12 @@ def store(
         ops.compact(signals.valid, selection, _newest(signals, num), state, rule.spec)
     else:
         _store_in_slabs(state, signals, selection, num, rule, full)
-    if state.approx is None:
+    if state.approx is None:  # else `key_only.place` has put everything where tokens lie
         exact.filled = exact.limit - layout.spare if full else exact.filled + num
-    finish(state, signals)
+        memorise(state, signals)
+    for slots in state.tiers.values():  # what they receive is added up anew
+        if slots.attention is not None:
+            slots.attention.zero_()
 
 
 def _newest(signals: Signals, num: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,10 +64,10 @@ def _store_in_slabs(
     ops.compact(signals.valid, selection, block, LayerState(rows, state.seen, state.moments), rule.spec)
     assert exact.starts is not None
     if full and layout.adaptive:
-        counts = rule.parallel.gather(selection.counts)
+        counts = rule.plan.parallel.gather(selection.counts)
         left = (counts.shape[1] * layout.total - counts.sum(-1, keepdim=True)) // counts.shape[1]
         capacities = counts + left + layout.spare
-        exact.trade(rule.parallel.own(capacities), capacities)
+        exact.trade(rule.plan.parallel.own(capacities), capacities)
     elif full and layout.shared:
         exact.redeal(layout.capacities("exact"))
     pack(exact.starts, [(getattr(exact, name), candidates) for name, candidates in rows.moving().items()])
@@ -78,15 +81,6 @@ def remember(state: LayerState, signals: Signals, kept: Tensor, most: int, rule:
     if state.parts is not None:
         pairs = (signals.keys, signals.values, signals.positions)
         ops.remember(*pairs, signals.valid, kept, most, state, rule.spec)
-
-
-def finish(state: LayerState, signals: Signals) -> None:
-    """Put what the policy remembers where the tokens lie now, and add up what slots receive from now on."""
-    if state.approx is None:  # else `key_only.place` has put it there
-        memorise(state, signals)
-    for slots in state.tiers.values():
-        if slots.attention is not None:
-            slots.attention.zero_()
 
 
 def memorise(state: LayerState, signals: Signals) -> None:

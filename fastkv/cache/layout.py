@@ -308,28 +308,24 @@ class Attends(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """A config with what only the layer knows.
+    """A plan with what follows from the shapes of keys and values, and how the layer attends.
 
     Attributes:
-        layer: index in the model.  layout: of its state.  spec: how it attends and evicts.
-        parallel: processes that share the layer's heads.  rotary: how keys are turned, if anything undoes it.
+        plan: of the layer.  layout: of its state.  spec: how it attends and evicts.
+        rotary: how keys are turned, if anything undoes it.
         output: [hidden, Hq, Dv], the layer's output projection, if the policy reads it.
         queries: what the layer's queries are like, if the policy reads it.
         weight: [Hkv, Dk, Dv] fp32, the layer's map from keys to values, if some tokens keep no value; joint:
             [Hkv, Hkv * Dk, Dv].
-        kv_sharers: how many other layers attend to the same keys and values.
     """
 
-    config: Config
-    layer: int
+    plan: LayerPlan
     layout: Layout
     spec: Spec
-    parallel: Parallel = field(default_factory=Parallel)
     rotary: Rotary | None = None
     output: Tensor | None = None
     queries: QueryStatistics | None = None
     weight: Tensor | None = None
-    kv_sharers: int = 0
 
     @classmethod
     def of(cls, plan: LayerPlan, layout: Layout, device: torch.device) -> LayerConfig:
@@ -342,17 +338,13 @@ class LayerConfig:
         if config.queries is not None:
             known = config.queries.of_layer(layer)
             queries = QueryStatistics(*(parallel.own(part[None])[0].to(device) for part in known))
-        return cls(
-            config,
-            layer,
-            layout,
-            spec_of(config, layout, scale=1.0),
-            parallel,
-            None if rotary is None else rotary.to(device),
-            queries=queries,
-            weight=weight,
-            kv_sharers=plan.kv_sharers,
-        )
+        turning = None if rotary is None else rotary.to(device)
+        return cls(plan, layout, spec_of(config, layout, scale=1.0), turning, queries=queries, weight=weight)
+
+    @property
+    def config(self) -> Config:
+        """Of the whole model."""
+        return self.plan.config
 
     @property
     def joint(self) -> bool:

@@ -116,7 +116,7 @@ def _adaptive(
     backend, tokens = signals.layer.backend, rule.layout.total
     floor = max(math.ceil(FLOOR * tokens), rule.spec.sinks + rule.spec.recent)
     first = ops.select(scores, signals.positions, signals.valid, guard, floor, backend=backend).kept
-    gather = rule.parallel.gather
+    gather = rule.plan.parallel.gather
     scores, positions, valid, first = gather(scores), gather(signals.positions), gather(signals.valid), gather(first)
     heads = scores.shape[1]
     place = positions * heads + torch.arange(heads, dtype=torch.int32, device=scores.device)[:, None]
@@ -129,5 +129,5 @@ def _adaptive(
         chosen = ops.select(*choice, number, backend=backend)
     else:
         chosen = ops.select_each(*choice, number + gather(more).sum(-1, keepdim=True), backend=backend)
-    kept = rule.parallel.own(chosen.kept.reshape(scores.shape))
+    kept = rule.plan.parallel.own(chosen.kept.reshape(scores.shape))
     return Selection(kept, kept.sum(-1))

@@ -35,8 +35,8 @@ def of_slots(state: LayerState, copied: LayerState, rule: LayerConfig) -> tuple[
     positions = joined(*(part[2] for part in stored))
     valid, guard, attention, queried = ops.slot_signals(positions, state, rule.spec)
     signals = _signals(copied, stored, valid, rule, decoding=True)
-    if rule.layout.attention and rule.kv_sharers:
-        looks = 1 + rule.kv_sharers  # at every token: each layer that shares the keys has queries of its own
+    if rule.layout.attention and rule.plan.kv_sharers:
+        looks = 1 + rule.plan.kv_sharers  # at every token: each layer that shares the keys has queries of its own
         attention, queried = attention / looks, queried * looks
     if rule.layout.attention:
         signals = replace(signals, attention=attention, queried=queried)
@@ -67,7 +67,7 @@ def _signals(state: LayerState, tokens: list[Tokens], valid: Tensor, rule: Layer
         valid=valid,
         moments=state.moments,
         layer=LayerFacts(
-            rule.layer,
+            rule.plan.layer,
             spec.scale,
             spec.softcap,
             None if state.sink_logits is None else state.sink_logits.detach(),
@@ -75,7 +75,7 @@ def _signals(state: LayerState, tokens: list[Tokens], valid: Tensor, rule: Layer
             rule.output,
             rule.rotary,
             rule.queries,
-            rule.parallel,
+            rule.plan.parallel,
             spec.backend,
         ),
         decoding=decoding,

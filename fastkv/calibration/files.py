@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from ..errors import FastKVError
+from ..errors import FastKVError, is_number
 
 FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -89,7 +89,12 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+    return float(value) if is_number(value) else value
+
+
+def beside(config: Any, name: str) -> Path:
+    """The file of that name in the directory that the model with this config was loaded from; it need not be there."""
+    return Path(getattr(config, "_name_or_path", "") or ".") / name
 
 
 def user_cache(kind: str) -> Path:
@@ -119,6 +124,41 @@ def replace_file(path: Path, content: bytes) -> None:
             fresh.unlink()
 
 
+def read_tensors(path: Any, entry: str, what: str, again: str) -> tuple[str, dict[str, Tensor]]:
+    """What a safetensors file says in an entry of its metadata, and its tensors, on the CPU.
+
+    Args: what: the file is to be, in words.  again: how such a file is made.
+    Raises: FastKVError if there is no such file, or none with that entry.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = (file.metadata() or {}).get(entry)
+            if found is None:
+                raise FastKVError(
+                    f"{path} is a safetensors file, but expected {what}, got one without the header {entry}; {again}"
+                )
+            return found, {name: file.get_tensor(name) for name in file.keys()}
+    except (SafetensorError, OSError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FastKVError(f"{path} cannot be read as {what} ({reason}); {again}") from error
+
+
+def header_of(path: Any, words: str, version: int) -> dict[str, Any]:
+    """The header of a file in JSON, {} for anything else. Raises: FastKVError for a later version of its format."""
+    try:
+        header = json.loads(words)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(header, dict) or type(header.get("version")) is not int:
+        return {}
+    if header["version"] > version:
+        raise FastKVError(
+            f"{path} has format {header['version']}, but this fastkv reads formats up to {version}; update fastkv or "
+            "write the file again"
+        )
+    return header
+
+
 @dataclass(frozen=True)
 class TensorFile:
     """The format of a safetensors file with tensors that were fitted to one model and facts about the fit.
@@ -137,6 +177,11 @@ class TensorFile:
         """The one metadata entry; its presence says what the file is."""
         return f"fastkv.{self.command}"
 
+    @property
+    def _fits(self) -> str:
+        """The command that writes it."""
+        return f"fastkv calibrate {self.command}"
+
     def save(self, path: str | os.PathLike[str], facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Write a file; whoever reads `path` sees the old one or the whole new one.
 
@@ -152,42 +197,16 @@ class TensorFile:
         Raises: FastKVError if there is no such file, if it is damaged or something else, if a newer fastkv wrote it, or
             if it was fitted to another model.
         """
-        try:
-            with safe_open(path, framework="pt") as file:
-                header = self._header(path, file.metadata() or {})
-                check_fitted(path, header["fingerprint"], header["model"], config, self.command)
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-        except (SafetensorError, OSError) as error:
-            raise FastKVError(
-                f"{path} cannot be read as a file of {self.what} ({getattr(error, 'strerror', None) or error}); write "
-                f"one with fastkv calibrate {self.command}"
-            ) from error
+        words, tensors = read_tensors(path, self.header, f"a file of {self.what}", f"write one with {self._fits}")
+        header = header_of(path, words, self.version)
+        if any(type(header.get(name)) is not kind for name, kind in self.facts.items()):
+            raise self.damaged(path)
+        check_fitted(path, header["fingerprint"], header["model"], config, self.command)
         return {name: header[name] for name in self.facts}, tensors
 
     def damaged(self, path: Any) -> FastKVError:
         """The error for a file whose header or tensors are not what `save` writes."""
         return FastKVError(
             f"{path} is damaged, expected a header and tensors as fastkv writes them, got something else; write it "
-            f"again with fastkv calibrate {self.command}"
+            f"again with {self._fits}"
         )
-
-    def _header(self, path: Any, metadata: dict[str, str]) -> dict[str, Any]:
-        """The parsed header of a file that this version can read."""
-        if self.header not in metadata:
-            raise FastKVError(
-                f"{path} is a safetensors file, but expected one with {self.what}, got one without the header "
-                f"{self.header}; write one with fastkv calibrate {self.command}"
-            )
-        try:
-            header = json.loads(metadata[self.header])
-            version = int(header["version"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise self.damaged(path) from error
-        if version > self.version:
-            raise FastKVError(
-                f"{path} has format {version}, but this fastkv reads formats up to {self.version}; update fastkv or "
-                f"write the file again with fastkv calibrate {self.command}"
-            )
-        if any(type(header.get(name)) is not kind for name, kind in self.facts.items()):
-            raise self.damaged(path)
-        return header

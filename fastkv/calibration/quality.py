@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FastKVError
+from ..reference.attention import softcapped
 from .files import check_fitted, replace_file
 
 FORMAT = "fastkv context calibration"
@@ -105,9 +106,7 @@ def context_nll(
     for start in range(0, length - 1, step):
         end = min(start + step, length - 1)
         logits = head(hidden[:, start:end])
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
+        logits = softcapped(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
         said = logits.gather(-1, ids[:, start + 1 : end + 1, None])[..., 0]
         missed = logits.logsumexp(-1) - said
         total += torch.where(counted[:, start:end], missed, 0.0).double().sum(1)

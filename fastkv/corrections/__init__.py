@@ -1,4 +1,4 @@
-"""Corrections: what a layer remembers of evicted tokens, and what that adds to attention; one kind a file."""
+"""Corrections: what a layer remembers of evicted tokens, and what that adds to attention."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Any
 
 from ..errors import FastKVError
 from ..reference import LayerState
-from .base import MEAN, MOMENTS, Correction, Shape
-from .centroids import CENTROIDS
+from .kinds import CENTROIDS, MEAN, MOMENTS, VECTOR, VECTOR_MEAN, VECTOR_MOMENTS, Correction, Shape
 from .matching import Matching, Pairs
-from .vector import VECTOR, VECTOR_MEAN, VECTOR_MOMENTS
 
 NONE = Correction()
 MATCHING = Correction("matching", match=Matching())

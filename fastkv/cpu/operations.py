@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..reference import Centroids, Evicted, LayerState, Moments, RowFormat, Spec, Stored, centroids, merge_partials
+from ..reference import Centroids, Evicted, LayerState, Moments, Spec, centroids, merge_partials
 from . import compiled
 from . import slots as compiled_slots
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FOLLOWS_ROWS = ("decode_step",)
 Estimate = tuple[Tensor, Tensor]
+encode_rows, decode_rows = compiled_slots.encode_rows, compiled_slots.decode_rows  # of this backend, see `Codec`
 
 
 def serves(q: Tensor, value_dim: int, softcap: float | None) -> bool:
@@ -133,20 +134,6 @@ def runs_of(rows: list[int]) -> list[list[int]]:
     return runs
 
 
-def encode_rows(form: RowFormat, rows: Tensor) -> Stored:
-    """`Codec.encode`."""
-    if not compiled_slots.serves(form, rows.shape[-1]):
-        return form.encode(rows)
-    return compiled_slots.encode(form, rows)
-
-
-def decode_rows(form: RowFormat, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`Codec.decode`."""
-    if scales is None or not compiled_slots.serves(form, form.dim(codes.shape[-1])):
-        return form.decode(codes, scales).to(dtype)
-    return compiled_slots.decode(form, codes, scales, dtype)
-
-
 def window_attention(
     q: Tensor,
     keys: Tensor,
@@ -208,8 +195,8 @@ def prefill_attention(
 
 
 def mixed_in(q: Tensor, known: Evicted, spec: Spec) -> Estimate:
-    """`Evicted.estimate` for q [B, Hq, T, D], in as few operators as its equations have terms: a decode step asks this
-    of every layer, and for so few numbers an operator costs its call.
+    """`Evicted.estimate` for q [B, Hq, T, D], in as few operators as its equations have terms: for a block of a
+    prompt centroids then take half the time.
     """
     if spec.softcap is None and q.dtype != torch.float64:
         if isinstance(known, Centroids) and known.keys.dtype != torch.float64:

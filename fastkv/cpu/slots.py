@@ -151,8 +151,10 @@ def in_four(part: Tensor, place: int) -> Tensor:
     return part if place == 3 else part.reshape(1, 1, -1, *part.shape[place:])
 
 
-def encode(form: RowFormat, rows: Tensor) -> Stored:
-    """`form.encode(rows)` of rows [..., D], D as `serves` says; the same bits."""
+def encode_rows(form: RowFormat, rows: Tensor) -> Stored:
+    """`form.encode(rows)` of rows [..., D]; the same bits."""
+    if not serves(form, rows.shape[-1]):
+        return form.encode(rows)
     rows, place = rows.float().contiguous(), rows.ndim - 1
     codes, scales = form.empty(rows.shape[:-1], rows.shape[-1], torch.float32, rows.device)
     assert scales is not None
@@ -161,10 +163,12 @@ def encode(form: RowFormat, rows: Tensor) -> Stored:
     return codes, scales
 
 
-def decode(form: RowFormat, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def decode_rows(form: RowFormat, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`form.decode(codes, scales)` [..., D] in that dtype; the same bits except for the order of sums that turn rows
     back.
     """
+    if scales is None or not serves(form, form.dim(codes.shape[-1])):
+        return form.decode(codes, scales).to(dtype)
     place = codes.ndim - 1
     made = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     rows = torch.empty(*codes.shape[:-1], form.dim(codes.shape[-1]), dtype=made, device=codes.device)

@@ -32,8 +32,7 @@ from ..config import Config
 from ..errors import FastKVError
 from ..integrations.transformers import latent, modules, stock
 from ..integrations.transformers.cache import FastKVCache
-from ..integrations.transformers.deferred import read_again
-from ..integrations.transformers.prompt import Prompt
+from ..integrations.transformers.prompt import Prompt, read_again
 from ..integrations.transformers.stock import CACHE
 from ..policies import Policy, Reread, get
 from ..prefix import answers

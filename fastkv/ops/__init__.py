@@ -1,13 +1,31 @@
-"""The operations of the flow; every caller comes here.
+"""The operations of the flow: what one layer does with its state (attend to a block or a token, shrink, remember what
+leaves), and scores of tokens. Every caller comes here.
 
 Each operation that has a kernel is one opaque torch operator (`torch.ops.fastkv.*`, see `operator`). Its body is a
 backend's: Triton kernels (imported on first use) on an accelerator, `fastkv.cpu` on a CPU, or the reference.
 `backend="triton"` on a CPU runs the kernels in Triton's interpreter, for tests. Functions without a kernel are the
-reference itself, on any device.
+reference itself, on any device. Operations without a body here have signature and docstring of the reference's function
+of that name; which backend runs is the spec's or, where there is none, that of one more keyword, `backend`.
 """
 
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import corrections, reference
+from ..backend import implementation, resolve
 from ..reference import (
+    Evicted,
+    LayerState,
+    Moments,
+    Slots,
+    Spec,
     chunk_mean,
+    compute_dtype,
     moment_estimate,
     moment_residual,
     output_norms,
@@ -16,29 +34,212 @@ from ..reference import (
     random_scores,
     streaming_scores,
 )
-from .operations import (
-    compact,
-    decode_attention,
-    decode_step,
-    evict,
-    expected_attention,
-    keydiff_scores,
-    leverage_scores,
-    manifold_scores,
-    moment_scores,
-    most_attended,
-    noncausal_attention_mass,
-    observed_attention,
-    peak_attention,
-    prefill_attention,
-    remember,
-    select,
-    select_each,
-    sketch,
-    sketched_leverage,
-    slot_signals,
-    window_scores,
-    workspace,
-    workspace_room,
-    z_scores,
-)
+from .operator import by_keyword, by_spec, nothing, opaque
+
+
+def _step_outputs(
+    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
+) -> tuple[Tensor, Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:2], dtype=compute_dtype(q))
+    return q.new_empty(*q.shape[:2], state.exact.value_dim), lse, torch.empty_like(lse)
+
+
+# Kernel: one launch, append included; no allocation but the results.
+decode_step = opaque(_step_outputs, changes=("state",))(by_spec(reference.decode_step))
+
+
+def decode_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    moments: Evicted | None,
+    scale: float,
+    softcap: float | None = None,
+    *,
+    order: int | None = 1,
+    attention: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.decode_attention`. Kernel: one launch."""
+    counted = moments if isinstance(moments, Moments) else Moments(torch.zeros_like(lengths, dtype=torch.int64))
+    parts = None if isinstance(moments, Moments) else moments
+    seen = torch.zeros(len(q), dtype=torch.int64, device=q.device)
+    slots = Slots(keys, values, lengths, attention=attention)
+    state = LayerState(slots, seen, counted, parts=parts, sink_logits=sink_logits)
+    return decode_step(q, None, None, state, Spec(scale, softcap, corrections.reading(state, order), backend))
+
+
+def _block_outputs(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:3], dtype=compute_dtype(q))
+    return q.new_empty(*q.shape[:3], v.shape[-1]), lse, torch.empty_like(lse)
+
+
+# Kernel: one launch.
+prefill_attention = opaque(_block_outputs)(by_spec(reference.prefill_attention, changes=False))
+
+
+def _slot_outputs(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def made(there: bool, dtype: torch.dtype) -> Tensor:
+        return torch.empty_like(positions, dtype=dtype) if there else positions.new_empty(0, dtype=dtype)
+
+    attends = state.exact.attention is not None
+    guard = made(state.parts is not None, torch.bool)
+    return made(True, torch.bool), guard, made(attends, torch.float32), made(attends, torch.float32)
+
+
+# Kernel: one launch for heads of equally many slots.
+slot_signals = opaque(_slot_outputs, changes=("state",))(by_spec(reference.slot_signals))
+
+# Static shapes, no host sync. Kernel: for centroids, one launch while decoding.
+remember = opaque(nothing, changes=("state",))(by_spec(reference.remember))
+
+# Kernel: survivors stay in place, only holes are filled; refreshes `moments.slope`.
+compact = opaque(nothing, changes=("state",))(by_spec(reference.compact))
+
+# Kernel: two launches for at most 64 victims a head; refreshes `moments.slope`.
+evict = opaque(nothing, changes=("state",))(by_spec(reference.evict))
+
+
+def workspace(num_heads: int, state: LayerState, spec: Spec, room: list[Tensor] | None = None) -> list[Tensor]:
+    """Scratch for the decode steps of `num_heads` query heads, for `LayerState.scratch`; empty without kernels.
+
+    Layers whose slots have the same sizes may share it.
+    Args: room: of `workspace_room`, to be viewed; None for new memory.
+    """
+    if resolve(spec.backend, state.seen.device) != "triton":
+        return []
+    return implementation("workspace", "triton", state.seen.device.type)(num_heads, state, spec, room)
+
+
+def workspace_room(
+    num_heads: int, state: LayerState, spec: Spec, most: int, device: torch.device
+) -> list[tuple[int, torch.dtype]]:
+    """Numbers and dtype of each tensor of the memory that `workspace` views for batches of up to `most` sequences, one
+    at a time; nothing without kernels. All of it has to be zero at first.
+
+    Args: state: a layer's, of any batch; it may be on "meta".  device: where it will be, which says how many programs
+        run at once; where there is no GPU, as many as on an H100.
+    """
+    if resolve(spec.backend, device) != "triton":
+        return []
+    return implementation("workspace_room", "triton", device.type)(num_heads, state, spec, most, device)
+
+
+# Scores: how much each cached token matters. And which of them stay.
+
+
+def _of_first(keys: Tensor, *rest: Any) -> Tensor:
+    return keys.new_empty(keys.shape[:3], dtype=compute_dtype(keys))
+
+
+def _of_second(first: Tensor | None, *rest: Any) -> Tensor:
+    return _of_first(*rest)
+
+
+@opaque(_of_first)
+def keydiff_scores(
+    keys: Tensor, anchor: str = "mean", *, distance: str = "cosine", mask: Tensor | None = None, backend: str = "auto"
+) -> Tensor:
+    """`reference.keydiff_scores`. Kernel: two passes over the keys for the anchors mean and normalized_mean."""
+    reference.check_keydiff(anchor, distance)
+    if anchor not in ("mean", "normalized_mean"):  # the paper's ablation has no kernel
+        return reference.keydiff_scores(keys, anchor, distance=distance, mask=mask)
+    function = implementation("keydiff_scores", backend, keys.device.type)
+    return function(keys, anchor, distance=distance, mask=mask)
+
+
+# Kernel: two passes over the keys.
+manifold_scores = opaque(_of_first)(by_keyword(reference.manifold_scores))
+
+
+@opaque(_of_first)
+def sketched_leverage(
+    keys: Tensor, sketch: Tensor | None, method: str, mask: Tensor | None, centre: bool, backend: str = "auto"
+) -> Tensor:
+    """`reference.sketched_leverage`. Kernel: two passes over the keys around a small Cholesky factorisation."""
+    if sketch is None or method not in ("cholesky", "srht"):  # the paper's ablation: torch.linalg on any device
+        backend = "reference"
+    function = implementation("sketched_leverage", backend, keys.device.type)
+    return function(keys, sketch, method, mask=mask, centre=centre)
+
+
+def _sketch_output(keys: Tensor, columns: int, *rest: Any) -> Tensor:
+    return keys.new_empty(keys.shape[-1], columns, dtype=torch.float32)
+
+
+@opaque(_sketch_output)
+def sketch(keys: Tensor, columns: int, method: str, seed: int) -> Tensor:
+    """`reference.make_sketch` from a seed: a compiled step cannot make generators.
+
+    It is drawn and sent to a device once; then a copy never leaves it, which a captured graph can repeat.
+    """
+    return _drawn(keys.shape[-1], columns, method, seed, keys.device).clone()
+
+
+@functools.lru_cache(maxsize=64)
+def _drawn(dim: int, columns: int, method: str, seed: int, device: torch.device) -> Tensor:
+    """The sketch [dim, columns] fp32 of that seed: the same for keys of every dtype."""
+    keys = torch.empty(1, 1, 0, dim, device=device)
+    made = reference.make_sketch(keys, columns, method, torch.Generator().manual_seed(seed))
+    assert made is not None
+    return made
+
+
+def leverage_scores(
+    pre_rope_keys: Tensor,
+    sketch_dim: int | None = 64,
+    method: str = "cholesky",
+    generator: torch.Generator | int | None = None,
+    *,
+    mask: Tensor | None = None,
+    centre: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """`reference.leverage_scores`; generator may also be a seed."""
+    if isinstance(generator, int) and method != "exact" and sketch_dim and sketch_dim < pre_rope_keys.shape[-1]:
+        made: Tensor | None = sketch(pre_rope_keys, sketch_dim, method, generator)
+    else:
+        random = None if isinstance(generator, int) else generator
+        made = reference.make_sketch(pre_rope_keys, sketch_dim, method, random)
+    return sketched_leverage(pre_rope_keys, made, method, mask, centre, backend)
+
+
+# Kernel: one launch up to chunks of 256.
+noncausal_attention_mass = opaque(_of_second)(by_keyword(reference.noncausal_attention_mass))
+
+# Kernel: two launches, no logits in memory.
+peak_attention = opaque(_of_second)(by_keyword(reference.peak_attention))
+
+# Kernel: one launch.
+most_attended = opaque(_of_second)(by_keyword(reference.most_attended))
+
+# Kernel: three launches, no logits in memory.
+observed_attention = opaque(_of_second)(by_keyword(reference.observed_attention))
+
+
+def window_scores(q: Tensor, keys: Tensor, scale: float, pool: int = 7, *, backend: str = "auto") -> Tensor:
+    """`reference.window_scores`: `observed_attention` of all queries to all keys."""
+    reference.check_pool(pool)
+    return observed_attention(q, keys, scale, pool=pool, backend=backend)
+
+
+# Kernel: one launch.
+moment_scores = opaque(_of_second)(by_keyword(reference.moment_scores))
+
+
+def _selected(scores: Tensor, positions: Tensor, valid: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(valid), valid.new_empty(valid.shape[:2], dtype=torch.int64)
+
+
+# Kernel: three launches, no copies of keys.
+expected_attention = opaque(_of_first)(by_keyword(reference.expected_attention))
+
+# Kernel: one launch.
+z_scores = opaque(lambda scores, *rest: torch.empty_like(scores))(by_keyword(reference.z_scores))
+
+
+# Kernel: one launch, bisection instead of sorting.
+select = opaque(_selected)(by_keyword(reference.select))
+select_each = opaque(_selected)(by_keyword(reference.select_each))

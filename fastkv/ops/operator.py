@@ -192,7 +192,7 @@ def on_own_device(function: Callable[..., Result]) -> Callable[..., Result]:
     return run
 
 
-def operator(fake: Callable[..., Any], changes: tuple[str, ...] = ()) -> Callable[[Function], Function]:
+def opaque(fake: Callable[..., Any], changes: tuple[str, ...] = ()) -> Callable[[Function], Function]:
     """Register the decorated function as an operator for every device; calls go through it.
 
     Tensors on a CPU that no compiler or mode looks at go to the function itself: to pass some thirty arguments through
@@ -233,7 +233,7 @@ def operator(fake: Callable[..., Any], changes: tuple[str, ...] = ()) -> Callabl
 
         LIBRARY.impl(name, on_own_device(on_flat(positional)), "CompositeExplicitAutograd")
         torch.library.register_fake(f"fastkv::{name}", on_flat(fake), lib=LIBRARY)
-        opaque = getattr(torch.ops.fastkv, name)
+        registered = getattr(torch.ops.fastkv, name)
         defaults = tuple((parameter, parameters[parameter].default) for parameter in parameters)
 
         @functools.wraps(function)
@@ -250,7 +250,7 @@ def operator(fake: Callable[..., Any], changes: tuple[str, ...] = ()) -> Callabl
             given: list[Any] = []
             for kind, argument in zip(kinds, arguments + rest):
                 given.extend(flat(kind, argument))
-            result = opaque(*given)
+            result = registered(*given)
             return Selection(*result) if returned is Selection else result
 
         return call  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Policies: one selection rule a file. `names()` lists them, `get(name, **hyper)` makes one."""
+"""Policies: which tokens stay; a file has those that look at the same. `names()` lists them, `get(name)` makes one."""
 
 from __future__ import annotations
 
@@ -6,23 +6,15 @@ from dataclasses import fields
 from typing import Any
 
 from ..errors import FastKVError
-from .attentionmatching import AttentionMatching
+from .attention import H2O, RKV, TOVA, PyramidKV, SnapKV
 from .base import LayerFacts, MomentUse, Policy, QueryStatistics, Reread, SecondReading, Shares, Signals
-from .baselines import KNorm, Random, Streaming
 from .compactor import Compactor, Leverage, NonCausal
-from .criticalkv import CriticalKV
-from .duoattention import DuoAttention
-from .expectedattention import ExpectedAttention
+from .expected import ExpectedAttention, TriAttention
 from .fastkv import FastKV, FastKVReread
-from .h2o import H2O
-from .keydiff import KeyDiff
-from .kvzip import KVzip
-from .lagkv import LagKV
-from .manifold import Manifold, WindowedManifold
-from .momentkv import MomentKV
-from .rkv import RKV
-from .snapkv import TOVA, PyramidKV, SnapKV
-from .triattention import TriAttention
+from .keys import KeyDiff, KNorm, LagKV, Manifold, WindowedManifold
+from .positions import DuoAttention, Random, Streaming
+from .reread import AttentionMatching, KVzip
+from .values import CriticalKV, MomentKV
 
 ALL: tuple[type[Policy], ...] = (
     MomentKV, KeyDiff, Manifold, WindowedManifold, Compactor, Leverage, NonCausal, FastKV, FastKVReread,

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import FastKVError
+from ..errors import FastKVError, is_whole
 from ..parallel import Parallel
 from ..reference import Moments
 from ..rotary import Rotary
@@ -228,7 +228,7 @@ def check_at_least(policy: Policy, **least: int) -> None:
     """Raise FastKVError unless each named hyper-parameter is an integer of at least the given value."""
     for name, minimum in least.items():
         value = getattr(policy, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        if not is_whole(value, minimum):
             raise FastKVError(
                 f"{policy.name}: {name} must be an integer of at least {minimum}, got {value!r}; pass a whole number"
             )

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import ops
 from ..reference import check_pool, compute_dtype, neighbour_mean, rows_at
 from .base import Policy, SecondReading, Signals, check_at_least, known_or_mean
-from .expectedattention import ExpectedAttention
+from .expected import ExpectedAttention
 
 TINY = torch.finfo(torch.float32).tiny
 

@@ -32,7 +32,7 @@ from .attention import (
     with_sink,
 )
 from .centroids import Centroids, centroid_estimate
-from .gather import flat_index, pack, rows_at, unpack
+from .gather import pack, rows_at, unpack
 from .geometry import (
     check_leverage,
     check_metric,
@@ -82,12 +82,10 @@ from .slots import (
     INT4,
     INT8,
     PLAIN,
-    SPECIFIED,
     Codec,
     RowFormat,
     SlotFormat,
     Stored,
-    hadamard,
     rotated,
     slot_format,
     step_of,

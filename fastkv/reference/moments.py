@@ -61,10 +61,6 @@ class Evicted:
         """
         raise NotImplementedError
 
-    def log_mass(self, q: Tensor, scale: float, softcap: float | None = None) -> Tensor:
-        """The mass of `estimate` alone, [B, Hq, T]."""
-        return self.estimate(q, scale, softcap)[1]
-
     def tensors(self) -> list[Tensor]:
         """The tensors that are present, in the order of the fields."""
         values = (getattr(self, one.name) for one in fields(self))  # type: ignore[arg-type]
@@ -211,10 +207,6 @@ class Moments(Evicted):
         """`moment_estimate` of as high an order as there is."""
         assert self.order is not None
         return moment_estimate(q, self, scale, softcap, self.order)
-
-    def log_mass(self, q: Tensor, scale: float, softcap: float | None = None) -> Tensor:
-        """The mass of `estimate`, which needs the means only."""
-        return Moments(self.count, self.key_mean, self.value_mean).estimate(q, scale, softcap)[1]
 
 
 def moment_estimate(

@@ -88,16 +88,6 @@ class RowFormat(SlotFormat):
         """The rows [..., D] that codes and scales stand for."""
         return codes
 
-    # The parts of `decode` where there are scales.
-
-    def numbers(self, codes: Tensor, out: Tensor) -> Tensor:
-        """The codes as numbers [..., D], written into `out`, which is fp32 or wider."""
-        return out.copy_(codes)
-
-    def steps(self, scales: Tensor) -> tuple[Tensor, Tensor | None]:
-        """s and z [..., P, N] of N rows, z None for 0: numbers c of each P-th part of a row stand for s (c - z)."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class Scaled(RowFormat):
@@ -127,21 +117,13 @@ class Scaled(RowFormat):
         return codes.view(self.stored), scales.masked_fill_(small, 0.0)
 
     def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
-        """x ~ s c."""
+        """x ~ s c; of e4m3, c / 256 times 256 s."""
         assert scales is not None
-        return self.numbers(codes, scales.new_empty(codes.shape)).mul_(self.steps(scales)[0].transpose(-1, -2))
-
-    def numbers(self, codes: Tensor, out: Tensor) -> Tensor:
-        """c; of e4m3, c / 256."""
         if not self.codes.is_floating_point:
-            return out.copy_(codes)
+            return scales[..., None] * codes
         # Sign, exponent and fraction of fp16, whose bias is 8 more. A CPU converts float8 one number after another.
         halves = codes.view(torch.int8).to(torch.int16).mul_(1 << 7).bitwise_and_(~0x4000)
-        return out.copy_(halves.view(torch.float16))
-
-    def steps(self, scales: Tensor) -> tuple[Tensor, None]:
-        """s, one part; of e4m3, 256 s."""
-        return (256 * scales if self.codes.is_floating_point else scales)[..., None, :], None
+        return halves.view(torch.float16) * (256 * scales)[..., None]
 
 
 @dataclass(frozen=True)
@@ -184,24 +166,14 @@ class Grouped(RowFormat):
     def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
         """y ~ s (c - z), turned back."""
         assert scales is not None
-        size = *codes.shape[:-1], self.dim(codes.shape[-1])
-        numbers = self.numbers(codes, torch.empty(size, dtype=torch.float32, device=codes.device))
-        step, zeros = (part.transpose(-1, -2)[..., None] for part in self.steps(scales))
-        numbers.unflatten(-1, (-1, GROUP)).sub_(zeros).mul_(step)
-        return rotated(numbers)
-
-    def numbers(self, codes: Tensor, out: Tensor) -> Tensor:
-        """c from 0 to 15."""
         half, low = codes.shape[-1], 0x0F0F0F0F
         four = codes.view(torch.int32)  # bytes
-        out[..., :half] = (four & low).view(torch.uint8)
-        out[..., half:] = (four >> 4).bitwise_and_(low).view(torch.uint8)
-        return out
-
-    def steps(self, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """s and z of each group."""
-        exponents, zeros = scales.transpose(-3, -1).to(torch.int32, memory_format=torch.contiguous_format).unbind(-3)
-        return step_of(exponents), zeros.float()
+        numbers = torch.empty(*codes.shape[:-1], 2 * half, dtype=torch.float32, device=codes.device)
+        numbers[..., :half] = (four & low).view(torch.uint8)
+        numbers[..., half:] = (four >> 4).bitwise_and_(low).view(torch.uint8)
+        exponents, zeros = scales.to(torch.int32)[..., None].unbind(-2)
+        numbers.unflatten(-1, (-1, GROUP)).sub_(zeros).mul_(step_of(exponents))
+        return rotated(numbers)
 
 
 @dataclass(frozen=True)

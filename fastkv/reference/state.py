@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -374,24 +374,13 @@ class LayerState:
                 self.replace(name, new)
 
 
-class Mixes(Protocol):
-    """What says how the evicted tokens of a layer take part in attention: a correction."""
-
-    @property
-    def name(self) -> str:
-        """What it is called."""
-
-    def evicted(self, state: LayerState) -> Evicted | None:
-        """What is mixed in for them; None for nothing."""
-
-
 @dataclass(frozen=True)
 class Spec:
     """How a layer attends and evicts: plain values, so that operators can pass it on as text.
 
     Attributes:
         scale: logit multiplier.  softcap: bends logits to c tanh(x / c), or None.
-        correction: says what is mixed in for the evicted tokens; None for nothing.
+        correction: a `Correction`, which says what is mixed in for the evicted tokens; None for nothing.
         backend: "auto", "reference", "cpu" or "triton".
         tokens: that a head keeps at an eviction.  spare: slots beyond, which are filled in between.
         sinks, recent: first and last tokens that never leave.
@@ -399,7 +388,7 @@ class Spec:
 
     scale: float
     softcap: float | None = None
-    correction: Mixes | None = None
+    correction: Any = None
     backend: str = "auto"
     tokens: int = 0
     spare: int = 0
@@ -408,4 +397,5 @@ class Spec:
 
     def evicted(self, state: LayerState) -> Evicted | None:
         """What is mixed into attention for the evicted tokens of a layer; None for nothing."""
-        return None if self.correction is None else self.correction.evicted(state)
+        known: Evicted | None = None if self.correction is None else self.correction.evicted(state)
+        return known

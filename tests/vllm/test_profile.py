@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from fastkv.cache.warmup import Traffic as Expected
+from fastkv.cache.pages import Traffic as Expected
 from fastkv.integrations.vllm import backend
 
 from .engine import LONGEST, SEQUENCES, Alone, Traffic, prompt, start

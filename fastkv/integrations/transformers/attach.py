@@ -13,7 +13,6 @@ import copy
 import types
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch.nn import Module
@@ -30,17 +29,12 @@ from .cache import build_layers, is_static
 from .layer import FastKVLayer
 
 
-@dataclass
-class _Undo:
-    """What `detach` needs, kept on each touched module so that a deep copy of the model carries its own."""
-
-    attributes: dict[str, tuple[bool, Any]] = field(default_factory=dict)
-
-
 def _override(module: Module, name: str, value: Any) -> None:
-    """Set an instance attribute and remember what was there. Functions are bound, so that deepcopy rebinds them."""
-    undo = module.__dict__.setdefault("_fastkv_undo", _Undo())
-    undo.attributes.setdefault(name, (name in module.__dict__, module.__dict__.get(name)))
+    """Set an instance attribute and remember what was there, on the module: a deep copy of the model carries its own.
+    Functions are bound, so that deepcopy rebinds them.
+    """
+    undo = module.__dict__.setdefault("_fastkv_undo", {})
+    undo.setdefault(name, (name in module.__dict__, module.__dict__.get(name)))
     bound = types.MethodType(value, module) if isinstance(value, types.FunctionType) else value
     object.__setattr__(module, name, bound)
 
@@ -193,7 +187,7 @@ def _check_agreement(model: Any, found: list[Module], config: Config) -> None:
 
     selfcheck.check_agreement(model, patch, config)
     model_type = model.config.model_type
-    if not families.is_tested(model_type):
+    if model_type not in families.TESTED:
         warnings.warn(
             f"{model_type} is not among the model types that fastkv is tested with; compare some answers with the "
             "unpatched model's",
@@ -251,8 +245,7 @@ def detach(model: Module) -> None:
     """Take off whatever `attach` put on; a model that was never patched is left as it is."""
     hooks: tuple[Callable[..., Any], ...] = (attention.hand_over_layer, forward.announce_logits)
     for module in model.modules():
-        undo = module.__dict__.pop("_fastkv_undo", _Undo())
-        for name, (existed, value) in undo.attributes.items():
+        for name, (existed, value) in module.__dict__.pop("_fastkv_undo", {}).items():
             if existed:
                 object.__setattr__(module, name, value)
             else:

@@ -16,6 +16,7 @@ from . import latent
 from .cache import FastKVCache
 from .layer import FastKVLayer
 from .modules import output_projection
+from .stock import seen
 
 NAME = "fastkv"  # must not contain sdpa, flash or paged: transformers tests for these substrings
 WINDOW_NAME = "fastkv_window"
@@ -67,9 +68,7 @@ def valid_tokens(mask: Tensor | None, real: Tensor | None, batch: int, num: int,
         return torch.ones(batch, num, dtype=torch.bool, device=device)
     if mask.ndim == 2:
         return mask[:, -num:].bool().clone()  # kernels want rows without gaps
-    own = mask[:, 0].diagonal(dim1=-2, dim2=-1)
-    seen = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
-    return seen.expand(batch, num).clone()
+    return seen(mask[:, 0].diagonal(dim1=-2, dim2=-1)).expand(batch, num).clone()
 
 
 def check_call(module: Module, query: Tensor, key: Tensor, further: dict[str, Any], softcap: float | None) -> None:

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,12 +20,30 @@ from ...cache.layer import LayerCache
 from ...cache.layout import LayerPlan
 from ...cache.workspace import FIRST_TABLE, CacheWorkspace
 from ...config import Config
-from ...errors import FastKVError
+from ...errors import FastKVError, is_whole
 from ...parallel import Parallel
 from ...reference import LayerState, Moments
 from . import families, latent, modules, serialization, stock
 from .layer import FastKVLayer, HybridLayer, Ring, WindowLayer
-from .prompt import Prompt
+
+
+@dataclass
+class Prompt:
+    """A prompt while it is read: what a base model knows of it and its decoder is not told.
+
+    Attributes:
+        padding: [B, tokens so far], 0 for padding; None without any.
+        rows: how many last rows of hidden states somebody reads; None for all.
+        masks: `PreparedMasks`, which makes the masks of a block, if the base model prepares them.
+        embeds: [B, T, hidden], the prompt as the decoder got it, images included; kept while it is read twice.
+        positions: as the decoder got them, [1 or B, T] or [3 or 4, B, T]; kept likewise. None where it numbers tokens.
+    """
+
+    padding: Tensor | None = None
+    rows: int | None = None
+    masks: Any = None
+    embeds: Tensor | None = None
+    positions: Tensor | None = None
 
 
 class FastKVCache(Cache):
@@ -304,7 +323,7 @@ class FastKVCache(Cache):
 
         Raises: FastKVError unless n is a whole number of at least 1.
         """
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        if not is_whole(n, 1):
             raise FastKVError(f"fork needs a whole number of copies of at least 1, got {n!r}; pass one per question")
         twin = self.clone()
         twin.batch_repeat_interleave(n)

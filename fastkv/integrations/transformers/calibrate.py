@@ -31,18 +31,17 @@ from ...budget import Budget
 from ...cache import signals
 from ...cache.selection import protected
 from ...cache.wrappers import HeldPrompt
-from ...calibration.files import describe, fingerprint, user_cache
+from ...calibration.files import beside, describe, fingerprint, user_cache
 from ...calibration.head_shares import FLOOR, HEADS_FILE, KEEPS, KNOWN, HeadShares, weights_digest
 from ...config import POLICY, WITHOUT_ROTARY, Config
 from ...errors import FastKVError
 from ...parallel import Parallel
 from ...policies import get
-from ...reference.attention import grouped_logits
+from ...reference.attention import grouped_logits, softcapped
 from . import modules
 from .attach import attach, check, detach
-from .cache import FastKVCache
-from .deferred import read_again
-from .prompt import Prompt
+from .cache import FastKVCache, Prompt
+from .prompt import read_again
 from .selfcheck import with_rotations
 from .stock import CACHE
 
@@ -193,9 +192,7 @@ def curves(model: Any, ids: Tensor, seed: int, progress: Callable[[int], None], 
             def add(out: Any) -> None:
                 nonlocal done
                 fed = out.last_hidden_state.shape[1]
-                logits = head(out.last_hidden_state)[0].float()
-                logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-                log_probs = logits.log_softmax(-1)
+                log_probs = softcapped(head(out.last_hidden_state)[0].float(), softcap).log_softmax(-1)
                 drawn = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator).to(ids.device)
                 there = behind[0, done : done + fed]
                 losses = log_probs[:-1].gather(-1, there[1:, None]).sum(), log_probs.gather(-1, drawn).sum()
@@ -370,9 +367,9 @@ def known_shares(model: Any) -> HeadShares | None:
 
 def stored_shares(known: Any, weights: str | None) -> HeadShares | None:
     """`known_shares` of the model with that config and digest of the weights, None where they are not known."""
-    beside = Path(getattr(known, "_name_or_path", "") or ".") / HEADS_FILE
-    if beside.is_file():
-        return checked_shares(beside, known, weights)
+    own = beside(known, HEADS_FILE)
+    if own.is_file():
+        return checked_shares(own, known, weights)
     if weights is None:
         return None
     files = (folder / f"{weights}.safetensors" for folder in (KNOWN, user_cache("heads")))

@@ -103,11 +103,6 @@ def whole_only(types: list[str]) -> str | None:
     return next((f"{name} reads prompts whole only: {WHOLE_ONLY[name]}" for name in types if name in WHOLE_ONLY), None)
 
 
-def is_tested(model_type: str) -> bool:
-    """Whether models of a type, whatever that of their language model, are on the list of what is tested."""
-    return model_type in TESTED
-
-
 def is_tested_here(model_type: str) -> bool:
-    """Whether it is tested with the transformers that is installed: one that is older may do something else."""
-    return is_tested(model_type) and Version(transformers.__version__).release[:2] >= Version(TESTED_WITH).release[:2]
+    """Whether a type is tested, with the transformers that is installed: one that is older may do something else."""
+    return model_type in TESTED and Version(transformers.__version__).release[:2] >= Version(TESTED_WITH).release[:2]

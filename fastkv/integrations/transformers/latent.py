@@ -29,16 +29,12 @@ def is_latent(module: Module) -> bool:
     return hasattr(type(module), "expand_kv")
 
 
-def num_heads(module: Any) -> int:
-    """Query heads of a module, all of which share the one latent."""
-    heads: int = module.kv_b_proj.weight.shape[0] // (module.qk_nope_head_dim + module.v_head_dim)
-    return heads
-
-
-def key_dim(module: Any) -> int:
-    """Numbers of a cached key: the latent, which is the value too, then the rotated part."""
-    size: int = module.kv_lora_rank + module.qk_rope_head_dim
-    return size
+def sizes(module: Any) -> tuple[int, int, int]:
+    """Query heads of a module, all of which share the one latent; numbers of a cached key, the latent and then the
+    rotated part; and of the latent, which is the value, too.
+    """
+    heads = module.kv_b_proj.weight.shape[0] // (module.qk_nope_head_dim + module.v_head_dim)
+    return heads, module.kv_lora_rank + module.qk_rope_head_dim, module.kv_lora_rank
 
 
 def check(module: Any, where: str) -> None:

@@ -172,7 +172,7 @@ class Sizes:
         key_dim = key_dim or known.config.hidden_size // known.config.num_attention_heads
         groups, value_dim = getattr(known, "num_key_value_groups", None) or 1, getattr(known, "v_head_dim", None)
         if latent.is_latent(module):
-            groups, key_dim, value_dim = latent.num_heads(module), latent.key_dim(module), known.kv_lora_rank
+            groups, key_dim, value_dim = latent.sizes(module)
         weights = list(module.parameters())
         return cls(
             groups=groups,

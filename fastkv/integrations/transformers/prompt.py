@@ -1,34 +1,26 @@
-"""A prompt while it is read: what a base model knows of it and its decoder is not told."""
+"""How a prompt is read: whole, in blocks, or held until all layers have read it, perhaps twice: some policies read it
+again, and quality budgets grade it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...cache.wrappers import HeldPrompt
+from ...calibration.quality import context_nll
+from ...config import Config
 from ...errors import FastKVError
+from ...policies import SecondReading
+from . import stock
+from .cache import FastKVCache, Prompt
+from .layer import FastKVLayer
 from .stock import CACHE
-
-
-@dataclass
-class Prompt:
-    """What the decoder needs to read a prompt.
-
-    Attributes:
-        padding: [B, tokens so far], 0 for padding; None without any.
-        rows: how many last rows of hidden states somebody reads; None for all.
-        masks: makes the masks of a block, if the base model prepares them.
-        embeds: [B, T, hidden], the prompt as the decoder got it, images included; kept while it is read twice.
-        positions: as the decoder got them, [1 or B, T] or [3 or 4, B, T]; kept likewise. None where it numbers tokens.
-    """
-
-    padding: Tensor | None = None
-    rows: int | None = None
-    masks: PreparedMasks | None = None
-    embeds: Tensor | None = None
-    positions: Tensor | None = None
 
 
 class MaskMade(Exception):
@@ -61,12 +53,10 @@ class PreparedMasks:
     def of(cls, base: Any, given: dict[str, Any]) -> PreparedMasks:
         """For a call of the base model. Raises: FastKVError if the mask is a prepared one."""
         check_mask(given.get("attention_mask"))
-        ids = given.get("input_ids")
         names = [name for name in given if "token_type" in name and given[name] is not None]
-        names += ["position_ids", CACHE, "inputs_embeds" if ids is None else "input_ids"]
-        tokens = given[names[-1]]
+        names += ["position_ids", CACHE, "inputs_embeds" if given.get("input_ids") is None else "input_ids"]
         kept = {name: given.get(name) for name in (*names, "attention_mask")}
-        return cls(base, kept, int(given[CACHE].get_seq_length()), tokens.shape[1])
+        return cls(base, kept, int(given[CACHE].get_seq_length()), tokens_of(given).shape[1])
 
     def part(self, start: int, end: int) -> Any:
         """Masks of tokens [start, end), which come next: 4-D or 2-D, or None, or one of these per type of layer."""
@@ -83,6 +73,12 @@ class PreparedMasks:
         return None
 
 
+def tokens_of(given: dict[str, Any]) -> Any:
+    """What a forward reads: ids [B, T] or embeddings [B, T, hidden], None for neither."""
+    ids = given.get("input_ids")
+    return given.get("inputs_embeds") if ids is None else ids
+
+
 def padding_of(given: dict[str, Any]) -> Tensor | None:
     """The 2-D mask [B, tokens so far] among the arguments of a forward, None without."""
     mask = given.get("attention_mask")
@@ -97,8 +93,7 @@ def check_mask(mask: Any, what: str = "reading a prompt in blocks") -> None:
 
 def taken_from(given: dict[str, Any], start: int, end: int, total: int) -> dict[str, Any]:
     """The arguments of a forward for tokens [start, end) of `total`; a 2-D mask also covers everything before them."""
-    taken, ids = dict(given), given.get("input_ids")
-    tokens = given["inputs_embeds"] if ids is None else ids
+    taken, tokens = dict(given), tokens_of(given)
     for name, value in given.items():
         if isinstance(value, Tensor) and value.shape[:2] == tokens.shape[:2]:
             taken[name] = value[:, start:end]
@@ -120,6 +115,263 @@ def later_tokens(mask: Any, num: int) -> Tensor | None:
     """Which later tokens of a block of `num` its tokens see, [B, T, T] bool, by a 4-D mask; None by any other."""
     if not isinstance(mask, Tensor) or mask.ndim != 4:
         return None
-    own = mask[:, 0, -num:, -num:]
-    visible = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
-    return visible.triu(1)
+    return stock.seen(mask[:, 0, -num:, -num:]).triu(1)
+
+
+# Whole, or in blocks that cut no image whose tokens see each other.
+
+
+def in_blocks(cache: FastKVCache, total: int) -> bool:
+    """Whether a prompt of `total` tokens is read in blocks; one that is compressed at once is not."""
+    block = cache.config.prefill_block
+    return block is not None and total > block and (cache.started or not cache.config.deferred)
+
+
+def read_prompt(decoder: Any, cache: FastKVCache, given: dict[str, Any]) -> Any:
+    """Forward of the decoder over a prompt, in blocks if the config says so.
+
+    Args: cache: with its `prompt`.  given: arguments of the decoder's forward.
+    Returns: the output that the stock forward has, of the last `prompt.rows` tokens if that is a number.
+    """
+    prompt, total, positions = cache.prompt, tokens_of(given).shape[1], given.get("position_ids")
+    assert prompt is not None
+    _check_positions(cache, positions)
+    for layer in cache.compressed:
+        layer.expected = total
+    deltas = cache.deltas_after(positions, total, prompt.padding)
+    if in_blocks(cache, total):
+        out = _read_blocks(decoder, cache, given, total)
+    else:
+        if cache.config.deferred and not cache.started:
+            prompt.embeds, prompt.positions = given.get("inputs_embeds"), positions
+        out = _read(decoder, cache, given, 0, total)
+    if deltas is not None:
+        cache.continue_from(deltas)
+    return out
+
+
+def _check_positions(cache: FastKVCache, positions: Tensor | None) -> None:
+    """Raise FastKVError if the rotary embedding is to be undone at positions that it did not use. One host sync."""
+    if cache.config.places and positions is not None and positions.ndim == 3:
+        if bool((positions != positions[:1]).any()):
+            raise FastKVError(
+                f"policy {cache.config.policy.name!r} or correction {cache.config.correction.name!r} undoes the rotary "
+                "embedding by each token's place in the sequence, but got images or videos, whose tokens have "
+                "positions in three dimensions; use another policy or correction for them"
+            )
+
+
+def _read(decoder: Any, cache: FastKVCache, given: dict[str, Any], left: int, num: int) -> Any:
+    """One call of the stock forward, over `num` tokens that come next; `left` more of the prompt follow."""
+    assert cache.prompt is not None
+    padding, shared = cache.prompt.padding, cache.workspace
+    if padding is not None:
+        end = padding.shape[1] - left
+        shared.real = padding[:, end - num : end].bool()
+    if cache.started:  # without a past the stock attention follows the mask
+        mask = given.get("attention_mask")
+        ahead = later_tokens(mask.get("full_attention") if isinstance(mask, dict) else mask, num)
+        shared.ahead = None if ahead is None or not bool(ahead.any()) else ahead
+    try:
+        return decoder._fastkv_decoder_forward(**given)
+    finally:
+        shared.ahead = shared.real = None
+
+
+def _read_blocks(decoder: Any, cache: FastKVCache, given: dict[str, Any], total: int) -> Any:
+    prompt, compressed = cache.prompt, cache.compressed
+    assert prompt is not None
+    if prompt.masks is None:
+        check_mask(given.get("attention_mask"))
+    recording = any(layer.recording for layer in compressed)
+    outputs: list[Any] = []
+    for start, end, mask in _blocks(cache, total, recording):
+        if recording:
+            for layer in compressed:
+                layer.commit_block()
+                if end == total:
+                    layer.activate_past_recording()
+        part = taken_from(given, start, end, total)
+        if prompt.masks is not None:
+            part["attention_mask"] = mask
+        outputs.append(_read(decoder, cache, part, total - end, end - start))
+        if prompt.rows is not None:
+            while sum(out.last_hidden_state.shape[1] for out in outputs[1:]) >= prompt.rows:
+                outputs.pop(0)
+    return _join(outputs)
+
+
+def _blocks(cache: FastKVCache, total: int, recording: bool) -> Iterator[tuple[int, int, Any]]:
+    """Start and end of each block, and its mask if the base model prepares masks.
+
+    Each has to be read before the next is asked for.
+    """
+    block, start = cache.config.prefill_block, 0
+    assert block is not None and cache.prompt is not None
+    while start < total:
+        # Everything that may be rolled back has to sit in the last block.
+        end = total if recording and total - start <= 2 * block else min(start + block, total)
+        mask = None
+        if cache.prompt.masks is not None:
+            end, mask = _uncut(cache.prompt.masks, start, end)
+        yield start, end, mask
+        start = end
+
+
+def _uncut(masks: PreparedMasks, start: int, end: int) -> tuple[int, Any]:
+    """The last place up to `end` where no token sees one behind it, or the first after; and the mask up to there."""
+    size = end - start
+    while True:
+        stop = min(start + size + 1, masks.total)  # one token more shows whether the last one sees it
+        made, num = masks.part(start, stop), stop - start
+        found = [later_tokens(mask, num) for mask in (made.values() if isinstance(made, dict) else [made])]
+        cuts = _cuts([ahead for ahead in found if ahead is not None], num)
+        cuts = cuts if stop == masks.total else cuts[cuts < num]
+        if len(cuts):
+            fitting = cuts[cuts <= end - start]
+            cut = int(fitting[-1] if len(fitting) else cuts[0])
+            return start + cut, _narrowed(made, num - cut)
+        size *= 2
+
+
+def _cuts(found: list[Tensor], num: int) -> Tensor:
+    """Where `num` tokens can be cut, int64, ascending: no token before such a place sees one behind it.
+
+    Args: found: [B, T, T] bool, the later tokens that tokens see; empty if none does.
+    """
+    place = torch.arange(num)
+    farthest = torch.zeros(num, dtype=torch.int64)
+    for ahead in found:
+        columns = torch.arange(num, device=ahead.device)
+        farthest = farthest.maximum((ahead * columns).amax((0, 2)).cpu())
+    return 1 + torch.nonzero(farthest.cummax(0).values <= place)[:, 0]
+
+
+def _narrowed(mask: Any, spare: int) -> Any:
+    """A mask, or several by type of layer, without its last `spare` tokens."""
+    if isinstance(mask, dict):
+        return {name: _narrowed(one, spare) for name, one in mask.items()}
+    if mask is None or not spare:
+        return mask
+    return mask[:, :-spare] if mask.ndim == 2 else mask[..., :-spare, :-spare]
+
+
+def _join(outputs: list[Any]) -> Any:
+    """One model output for all blocks."""
+    out = outputs[-1]
+    out.last_hidden_state = torch.cat([o.last_hidden_state for o in outputs], 1)
+    if out.get("hidden_states") is not None:
+        out.hidden_states = tuple(torch.cat(states, 1) for states in zip(*[o.hidden_states for o in outputs]))
+    if out.get("attentions") is not None:
+        out.attentions = None
+    if out.get("router_logits") is not None:
+        out.router_logits = tuple(torch.cat(logits, 0) for logits in zip(*[o.router_logits for o in outputs]))
+    return out
+
+
+# Held in full, and compressed when all layers have read it.
+
+
+def read_in_full(base: Any, cache: FastKVCache, given: dict[str, Any], prompt: Prompt) -> Any:
+    """Forward of the base model over a first prompt, then compression of all layers. Returns the model's output.
+
+    Args: base: the patched base model.  cache: empty.  given: arguments of its forward.  prompt: that is read.
+    """
+    config, layers = cache.config, cache.compressed
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    if ids is None:
+        raise FastKVError(
+            "second readings and Budget(quality=...) need the prompt's tokens; pass input_ids, not inputs_embeds"
+        )
+    check_mask(mask, "what reads a prompt twice or follows Budget(quality=...)")
+    held = [layer.hold() for layer in layers]
+    out = base._fastkv_base_forward(**given)
+    if config.policy.second_reading is not None:
+        # Of images there are no ids, but embeddings, which the decoder got.
+        tokens = ids if prompt.embeds is None else prompt.embeds
+        read_again(base, cache, held, tokens, torch.ones_like(ids) if mask is None else mask)
+    keep = None if config.budget.quality is None else share_to_keep(base, config, out.last_hidden_state, ids, mask)
+    for layer in layers:
+        layer.commit(keep)
+    return out
+
+
+def read_again(
+    base: Any,
+    cache: FastKVCache,
+    held: Sequence[HeldPrompt],
+    tokens: Tensor,
+    mask: Tensor,
+    chunk: int | None = None,
+    after: Callable[[Any], None] | None = None,
+) -> None:
+    """Feed the prompt once more, in chunks, and let each layer collect what attention its tokens receive.
+
+    Each chunk stands where a text that goes on after the first reading would.
+    Args: tokens: ids [B, N] or embeddings [B, N, hidden].  mask [B, N]: 0 for padding.  chunk: tokens, by default those
+        of the policy.  after: called with the model's output for each chunk.
+    """
+    first = cache.prompt
+    assert first is not None
+    second = cache.config.policy.second_reading or SecondReading()
+    batch, num = mask.shape
+    follows = None if first.positions is None else next_position(first.positions, mask)
+    # Chunks count real tokens, so that a row does not depend on how far it is padded.
+    order = (mask == 0).to(torch.uint8).argsort(dim=-1, stable=True)
+    row = torch.arange(batch, device=order.device)[:, None]
+    packed, packed_mask = tokens[row, order], mask[row, order]
+    asked = torch.tensor(second.prompt, dtype=torch.long, device=tokens.device).expand(batch, -1)
+    name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
+    request = base.get_input_embeddings()(asked).to(tokens.dtype) if name == "inputs_embeds" else asked.to(tokens.dtype)
+    unpadded = mask.new_ones(asked.shape)
+    others = {index: layer for index, layer in enumerate(cache.layers) if not isinstance(layer, FastKVLayer)}
+    beside = {layer: stock.tensors(layer) for layer in cache.compressed}
+    kept = {layer: {name: one.clone() for name, one in found.items()} for layer, found in beside.items()}
+    for prompt in held:
+        prompt.expect_again()
+    chunk = chunk or second.chunk
+    for start in range(0, num, chunk):
+        part = slice(start, start + chunk)
+        fed = torch.cat([request, packed[:, part]], 1)
+        fed_mask = torch.cat([unpadded, packed_mask[:, part]], 1)
+        # Layers that are transformers' forget the second reading by being put back.
+        for index, layer in others.items():
+            cache.layers[index] = copy.deepcopy(layer)
+        cache.prompt = replace(first, padding=torch.cat([mask, fed_mask], 1))
+        # A decoder that was given no positions numbers its tokens itself: from the length on, padding included, or by
+        # the mask. It goes on so.
+        placed = {} if follows is None else {"position_ids": follows + (fed_mask.cumsum(-1) - 1).clamp(min=0)}
+        out = base._fastkv_base_forward(
+            **{name: fed}, **placed, attention_mask=cache.prompt.padding, **{CACHE: cache}, use_cache=True
+        )
+        if after is not None:
+            after(out)
+        with torch.no_grad():
+            for layer, found in beside.items():
+                for name, tensor in found.items():
+                    tensor.copy_(kept[layer][name])
+    cache.prompt = first
+    for index, layer in others.items():
+        cache.layers[index] = layer
+
+
+def next_position(positions: Tensor, mask: Tensor) -> Tensor:
+    """The position [B, 1], int64, after a prompt's tokens; mask [B, N]: 0 for padding.
+
+    Args: positions: [1 or B, N], or [3 or 4, B, N], the last three of which are of M-RoPE.
+    """
+    largest = positions if positions.ndim == 2 else positions[-3:].amax(0)
+    return torch.where(mask.bool(), largest, 0).amax(-1, keepdim=True).long() + 1
+
+
+def share_to_keep(base: Any, config: Config, hidden: Tensor, ids: Tensor, mask: Tensor | None) -> float:
+    """The share of the prompt to keep for the budget's quality; of a batch, what its most demanding row needs."""
+    assert config.curve is not None and config.budget.quality is not None
+    text = base.config.get_text_config(decoder=True)
+    if ids.shape[1] < 2:
+        return 1.0
+    softcap = getattr(text, "final_logit_softcapping", None)
+    nll = context_nll(hidden, ids, base._fastkv_head, softcap, mask)
+    shares = config.curve.keep(config.budget.quality, nll)
+    known = shares[~shares.isnan()]  # a row that is not a number asks for nothing
+    return float(known.max()) if len(known) else 1.0

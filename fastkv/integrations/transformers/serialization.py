@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from ... import __version__
 from ...cache.layout import Layout
-from ...calibration.files import describe, fingerprint, replace_file
+from ...calibration.files import describe, fingerprint, header_of, read_tensors, replace_file
 from ...config import Config
 from ...errors import FastKVError
 from ...policies import Policy
@@ -283,28 +282,10 @@ class _File:
     @classmethod
     def open(cls, path: Any) -> _File:
         """Raise FastKVError unless all of it can be read by this version."""
-        try:
-            with safe_open(path, framework="pt") as opened:
-                metadata = opened.metadata() or {}
-                if HEADER not in metadata:
-                    raise FastKVError(
-                        f"{path} is a safetensors file, but expected a saved cache, got one without the header "
-                        f"{HEADER}; write one with cache.save(path)"
-                    )
-                digest, _, words = metadata[HEADER].partition(" ")
-                header = _parsed(words)
-                if header.get("version", 0) > VERSION:
-                    raise FastKVError(
-                        f"{path} has format {header['version']}, but this fastkv reads formats up to {VERSION}; update "
-                        "fastkv or save the cache again"
-                    )
-                file = cls(path, header, {name: opened.get_tensor(name) for name in opened.keys()})
-        except (SafetensorError, OSError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise FastKVError(
-                f"{path} cannot be read as a saved cache ({reason}); write one with cache.save(path)"
-            ) from error
-        file.need(digest == _digest(words, file.tensors) and header.get("version") == VERSION)
+        found, tensors = read_tensors(path, HEADER, "a saved cache", "write one with cache.save(path)")
+        digest, _, words = found.partition(" ")
+        file = cls(path, header_of(path, words, VERSION), tensors)
+        file.need(digest == _digest(words, file.tensors) and file.header.get("version") == VERSION)
         return file
 
     def need(self, fact: bool) -> None:
@@ -334,12 +315,3 @@ class _File:
                 f"{self.path} was saved with {', '.join(was)}, got {', '.join(now)}; load and patch the model as it "
                 "was then"
             )
-
-
-def _parsed(words: str) -> dict[str, Any]:
-    """The header, or an empty one if it is none: its digest is checked later."""
-    try:
-        header = json.loads(words)
-    except (ValueError, RecursionError):
-        return {}
-    return header if isinstance(header, dict) and type(header.get("version")) is int else {}

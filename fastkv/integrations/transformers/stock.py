@@ -41,6 +41,11 @@ WORDS: dict[type, str] = {
 }
 
 
+def seen(mask: Tensor) -> Tensor:
+    """What a 4-D mask, or a part of it, lets be seen, bool: sdpa's says so, that of eager attention is an addend."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
 def is_compressed(layer: Any) -> bool:
     """Whether fastkv puts its own layer in the place of this one."""
     return type(layer) in COMPRESSED

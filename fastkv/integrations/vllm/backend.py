@@ -31,8 +31,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from ...backend import check_backend, resolve
-from ...cache.paged import PagedLayer, PagedRule
-from ...cache.warmup import Traffic, warm_up
+from ...cache.pages import PagedLayer, PagedRule, Traffic, warm_up
 from ...cache.workspace import CacheWorkspace
 from ...config import Config, check_shares
 from ...errors import FastKVError
@@ -40,8 +39,8 @@ from ...parallel import Parallel
 from . import method, settings
 from .batch import Batch, Batcher
 from .requests import RequestArguments
+from .scheduler import FastKVSpec
 from .settings import Kind
-from .spec import FastKVSpec
 
 logger = init_logger(__name__)
 SLIDING_WINDOW = 5  # its place among the arguments of an implementation

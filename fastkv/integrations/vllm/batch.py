@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cache.paged import AT_ONCE, PagedBlocks, PagedClock, PagedLayer
+from ...cache.pages import AT_ONCE, PagedBlocks, PagedClock, PagedLayer
 from ...config import Config
 from ...errors import FastKVError
 from .settings import Kind

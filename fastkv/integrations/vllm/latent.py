@@ -12,27 +12,20 @@ from ...errors import FastKVError
 from . import settings
 
 
-def check() -> None:
-    """Raise FastKVError if the model that is being made has settings for fastkv."""
-    if settings.asked(get_current_vllm_config()):
-        raise FastKVError("fastkv does not compress latents (MLA) in vLLM; serve the model without its settings")
+class Refusing:
+    """A backend for models without settings."""
+
+    @classmethod
+    def get_impl_cls(cls) -> Any:
+        """What attends. Raises: FastKVError if the model that is being made has settings for fastkv."""
+        if settings.asked(get_current_vllm_config()):
+            raise FastKVError("fastkv does not compress latents (MLA) in vLLM; serve the model without its settings")
+        return super().get_impl_cls()  # type: ignore[misc]
 
 
-class CPULatentBackend(CPUMLABackend):
+class CPULatentBackend(Refusing, CPUMLABackend):
     """`CPUMLABackend` for models without settings."""
 
-    @staticmethod
-    def get_impl_cls() -> Any:
-        """What attends."""
-        check()
-        return CPUMLABackend.get_impl_cls()
 
-
-class AMXLatentBackend(AMXMLABackend):
+class AMXLatentBackend(Refusing, AMXMLABackend):
     """`AMXMLABackend` for models without settings."""
-
-    @staticmethod
-    def get_impl_cls() -> Any:
-        """What attends."""
-        check()
-        return AMXMLABackend.get_impl_cls()

@@ -10,36 +10,8 @@ is a source or a target of a copy it is held, so that nobody else gets it in tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
-
-
-class Page(Protocol):
-    """A page as vLLM counts it. Attributes: block_id: its number.  ref_cnt: how many hold it."""
-
-    block_id: int
-    ref_cnt: int
-
-
-class Pool(Protocol):
-    """What is needed of vLLM's `BlockPool`."""
-
-    blocks: Sequence[Any]
-
-    def get_num_free_blocks(self) -> int:
-        """Pages that nobody holds, kept ones among them."""
-
-    def get_new_blocks(self, num_blocks: int) -> list[Any]:
-        """Hold that many free pages; those that were kept are reported first."""
-
-    def touch(self, blocks: Sequence[Any]) -> None:
-        """Hold these pages once more."""
-
-    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
-        """Hold these pages once less; those that nobody holds are the next to be given away."""
-
-    def unpin_blocks(self, blocks: Iterable[Any], on_reuse: Callable[[Any], None]) -> None:
-        """The same, but they are the last to be given away, which is reported."""
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 
 class Copy(NamedTuple):
@@ -69,13 +41,13 @@ class Prefixes:
         found: held pages from which requests of this turn would begin, by name of the request.
     """
 
-    def __init__(self, pool: Pool, most: int) -> None:
-        """Args: most: keys to keep at once."""
+    def __init__(self, pool: Any, most: int) -> None:
+        """Args: pool: vLLM's `BlockPool`, whose blocks are pages.  most: keys to keep at once."""
         self.pool, self.most = pool, most
         self.kept: dict[Hashable, tuple[int, ...]] = {}
-        self.found: dict[str, list[Page]] = {}
-        self._reached: dict[Hashable, list[Page]] = {}  # in this turn: pages of requests, held
-        self._due: dict[Hashable, list[Page]] = {}  # in the last one, so that they are now what their keys say
+        self.found: dict[str, list[Any]] = {}
+        self._reached: dict[Hashable, list[Any]] = {}  # in this turn: pages of requests, held
+        self._due: dict[Hashable, list[Any]] = {}  # in the last one, so that they are now what their keys say
 
     def begin(self) -> None:
         """A turn begins: what was reached in the last one has been computed."""
@@ -105,7 +77,7 @@ class Prefixes:
 
         Args: begun: numbers of the pages of requests that begin now, by name; others have to `find` again.
         """
-        made, held = list[Copy](), list[Page]()
+        made, held = list[Copy](), list[Any]()
         for name, pages in self.found.items():
             made += [Copy(page.block_id, number) for page, number in zip(pages, begun.get(name, ()))]
             held += pages
@@ -120,7 +92,7 @@ class Prefixes:
         self._let_go()
         return made
 
-    def reach(self, key: Hashable, pages: list[Page]) -> None:
+    def reach(self, key: Hashable, pages: list[Any]) -> None:
         """This turn ends with what the key stands for in these pages of a request."""
         if key not in self._reached:
             self.pool.touch(pages)
@@ -134,14 +106,14 @@ class Prefixes:
     def _knows(self, key: Hashable) -> bool:
         return key in self._due or key in self.kept
 
-    def _pages(self, key: Hashable) -> list[Page]:
+    def _pages(self, key: Hashable) -> list[Any]:
         """The pages that hold this, which are then the most recently used."""
         if key in self._due:
             return self._due[key]
         self.kept[key] = numbers = self.kept.pop(key)
         return [self.pool.blocks[number] for number in numbers]
 
-    def _targets(self, number: int) -> list[Page]:
+    def _targets(self, number: int) -> list[Any]:
         """So many pages to keep something in, held; none if too many are in use."""
         if len(self.kept) < self.most:
             return self.pool.get_new_blocks(number) if self.pool.get_num_free_blocks() >= number else []
@@ -153,7 +125,7 @@ class Prefixes:
                 return pages
         return []
 
-    def _release(self, pages: list[Page]) -> None:
+    def _release(self, pages: list[Any]) -> None:
         """Hold these once less: kept ones stay readable until somebody else needs them."""
         kept = {number for numbers in self.kept.values() for number in numbers}
         self.pool.unpin_blocks([page for page in pages if page.block_id in kept], self._given_away)
@@ -164,6 +136,6 @@ class Prefixes:
             self.pool.free_blocks(pages)
         self._due = {}
 
-    def _given_away(self, page: Page) -> None:
+    def _given_away(self, page: Any) -> None:
         """The page is another's now, or vLLM was told to forget."""
         self.kept = {key: numbers for key, numbers in self.kept.items() if page.block_id not in numbers}

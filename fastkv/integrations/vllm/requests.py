@@ -15,6 +15,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as NewerProcessor
 
+from ...errors import is_number, is_whole
 from . import settings
 from .settings import Kind
 
@@ -72,10 +73,10 @@ class Menu:
                 f"{name}={value!r} is for servers with a budget in tokens, this one has bytes; use a class"
             )
         if name == BUDGET:
-            if isinstance(value, bool) or not isinstance(value, int) or not self.least <= value <= self.most:
+            if not is_whole(value, self.least) or value > self.most:
                 raise ValueError(f"{name} must be a number of tokens from {self.least} to {self.most}, got {value!r}")
             return self._granted(value)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        if not is_number(value) or not 0 < value <= 1:
             raise ValueError(f"{name} must be a share of the prompt in (0, 1], got {value!r}; 0.25 keeps a quarter")
         return self._granted(ceil(value * prompt))
 

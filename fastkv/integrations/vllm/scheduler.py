@@ -1,8 +1,11 @@
-"""vLLM's schedulers, with steps that end where blocks of a prompt end, so that answers do not depend on the load."""
+"""vLLM's schedulers, with steps that end where blocks of a prompt end, so that answers do not depend on the load; and
+what they manage: a page for each request, for life (`FastKVSpec`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.logger import init_logger
@@ -10,7 +13,9 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy, get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
+from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
 from ...errors import FastKVError
 from . import settings
@@ -19,6 +24,7 @@ from .requests import Menu
 from .settings import Kind
 
 logger = init_logger(__name__)
+TOKENS = 16  # a block size for vLLM to reckon with; a page never fills up
 
 
 def tokens_now(prompt: int, computed: int, offered: int, block: int | None) -> int:
@@ -243,3 +249,32 @@ def prepare(vllm_config: Any) -> None:
         if not kept:
             logger.info("fastkv: prefix caching is off; prefixes=0.5 lets half of the pages keep beginnings of prompts")
         vllm_config.cache_config.enable_prefix_caching = False
+
+
+@register_kv_cache_spec(manager_class=CircularBufferManager)
+@dataclass(frozen=True, kw_only=True)
+class FastKVSpec(CircularBufferSpec):
+    """A page holds all that a layer remembers of a sequence, in one piece."""
+
+    @classmethod
+    def like(cls, spec: AttentionSpec, nbytes: int) -> FastKVSpec:
+        """For a layer with that spec of vLLM's and pages of so many bytes."""
+        return cls(
+            block_size=TOKENS,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            dtype=spec.dtype,
+            num_head_slots=1,
+            tokens_per_state=TOKENS,
+            state_content_bytes=nbytes,
+            dcp_sharded=False,
+        )
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        """Whether the layers can share a block table."""
+        return all(isinstance(spec, FastKVSpec) for spec in kv_cache_specs.values())
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        """A page. vLLM asks before it makes its scheduler and in the process of the scheduler, which is told here."""
+        prepare(vllm_config)
+        return self.page_size_bytes

@@ -10,7 +10,7 @@ import torch
 from ...budget import Budget
 from ...cache.prefill import block_tokens
 from ...config import BUDGET, EVICT_EVERY, POLICY, Config
-from ...errors import FastKVError
+from ...errors import FastKVError, is_number
 from ...policies import get
 
 KEY = "fastkv"
@@ -110,7 +110,7 @@ def _check_classes(classes: Any) -> None:
 def _check_prefixes(chosen: dict[str, Any]) -> None:
     """Raise FastKVError for a share that is none, or where no step of a prompt ends before the prompt does."""
     share = chosen["prefixes"]
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+    if not is_number(share) or not 0 <= share <= 1:
         raise FastKVError(
             f"prefixes is the share of pages that may keep beginnings of prompts, 0 to 1, got {share!r}; give one"
         )
@@ -123,12 +123,15 @@ def _check_prefixes(chosen: dict[str, Any]) -> None:
 
 def _check_method(config: Config) -> None:
     """Raise FastKVError for a method that needs more than vLLM hands to attention, or reads a prompt twice."""
-    name = f"policy {config.policy.name!r}"
     if config.deferred:
-        what = name if config.policy.second_reading else "Budget(quality=...)"
-        raise FastKVError(f"{what} needs the whole context before anything is evicted, vLLM reads it once; use another")
+        raise FastKVError(
+            f"{config.deferred} needs the whole context before anything is evicted, vLLM reads it once; use another"
+        )
     if config.needs("output"):
-        raise FastKVError(f"{name} reads the layers' output projections, which vLLM hands to no attention; use another")
+        raise FastKVError(
+            f"policy {config.policy.name!r} reads the layers' output projections, which vLLM hands to no attention; "
+            "use another"
+        )
 
 
 def _check_engine(vllm_config: Any, config: Config) -> None:
@@ -144,7 +147,7 @@ def _check_engine(vllm_config: Any, config: Config) -> None:
             "it carries blocks of tokens, and a page is all that a sequence left",
         ),
         f"kv_cache_dtype={cache.cache_dtype!r}": (
-            cache.cache_dtype not in ("auto", *_own_names(vllm_config)),
+            cache.cache_dtype not in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch.")),
             "its numbers of 8 or 4 bits are chosen with slots",
         ),
         "dual batch overlap": (
@@ -184,8 +187,3 @@ def _check_engine(vllm_config: Any, config: Config) -> None:
             f"that takes max_num_batched_tokens of at least {least}, got {scheduler.max_num_batched_tokens}; raise it, "
             "or lower prefill_block or max_num_seqs"
         )
-
-
-def _own_names(vllm_config: Any) -> list[str]:
-    """What vLLM calls the dtype of the model."""
-    return [str(vllm_config.model_config.dtype).removeprefix("torch.")]

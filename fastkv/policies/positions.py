@@ -1,4 +1,6 @@
-"""DuoAttention: a few retrieval heads keep the context, the other heads only sinks and recent tokens."""
+"""Keep tokens by where they are: the first and the latest (StreamingLLM), in some heads all of them (DuoAttention), or
+any (random).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,39 @@ from torch import Tensor
 from .. import ops
 from ..errors import FastKVError
 from .base import Policy, Shares, Signals
+
+
+@dataclass(frozen=True)
+class Random(Policy):
+    """Uniform random scores, a fixed number per (layer, head, position).
+
+    Source: folklore baseline (also in kvpress).
+
+    Args:
+        seed: of the random numbers.
+    """
+
+    name = "random"
+
+    seed: int = 0
+
+    def score(self, signals: Signals) -> Tensor:
+        """Hash of seed, layer, head and position."""
+        return ops.random_scores(signals.positions, self.seed, signals.layer.index)
+
+
+@dataclass(frozen=True)
+class Streaming(Policy):
+    """Keep the first `Budget.sinks` tokens and the latest ones.
+
+    Source: StreamingLLM, Xiao et al. 2023, arXiv:2309.17453. Unlike the paper, tokens keep their true positions.
+    """
+
+    name = "streaming"
+
+    def score(self, signals: Signals) -> Tensor:
+        """The position itself."""
+        return ops.streaming_scores(signals.positions)
 
 
 @dataclass(frozen=True)

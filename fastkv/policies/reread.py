@@ -1,4 +1,6 @@
-"""Attention Matching: keep the keys that a second reading attends to; the correction fits their biases and values."""
+"""Keep what a second reading of the prompt attends to: KVzip, and Attention Matching, whose correction then fits biases
+and values of what stays.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,57 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..errors import FastKVError
+from ..errors import FastKVError, is_whole
 from ..reference.attention import QUERY_CHUNK, grouped_logits, masked_softmax
-from .base import SecondReading, Signals
-from .kvzip import KVzip
+from .base import Policy, SecondReading, Signals, check_at_least
+
+
+@dataclass(frozen=True)
+class KVzip(Policy):
+    """score_j = the largest attention weight that token j receives, from any query of its group, on a second reading.
+
+    Source: KVzip, Kim et al. 2025, arXiv:2505.23416, Sec. 3. The context is read, then fed again in chunks, and only
+    then compressed, so the score depends on no question and the compressed cache serves many. It costs a second prefill
+    and, until that ends, the memory of the whole cache. Generated tokens are never read again: they are scored by the
+    attention they receive.
+
+    Args:
+        chunk: tokens that are fed again at once.
+        prompt: token ids of "Repeat the previous context exactly." in the model's vocabulary, fed before each chunk;
+            empty feeds the chunk alone.
+    """
+
+    name = "kvzip"
+    needs = frozenset({"attention", "memory"})
+    observation = 1  # query; what counts while a prompt is read is the second reading
+
+    chunk: int = 2048
+    prompt: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_at_least(self, chunk=1)
+        object.__setattr__(self, "prompt", tuple(self.prompt))
+        if not all(is_whole(token, 0) for token in self.prompt):
+            raise FastKVError(
+                f"kvzip: prompt must hold token ids of at least 0, got {self.prompt!r}; pass tokenizer(...).input_ids"
+            )
+
+    @property
+    def second_reading(self) -> SecondReading:
+        """The chunks and what is asked before each."""
+        return SecondReading(self.chunk, self.prompt)
+
+    def remember(self, signals: Signals) -> Tensor:
+        """The largest weight so far, [B, Hkv, N] fp32; generated tokens get none."""
+        assert signals.memory is not None and signals.attention is not None
+        known = signals.attention if signals.reread is None else signals.reread.received
+        return signals.memory if signals.decoding else torch.maximum(signals.memory, known)
+
+    def score(self, signals: Signals) -> Tensor:
+        """What is remembered, or the attention of tokens that were not read twice; [B, Hkv, N] fp32."""
+        assert signals.memory is not None and signals.attention is not None
+        return torch.where(signals.memory > 0, signals.memory, signals.attention)
+
 
 MOST = math.exp(7)  # largest weight of a key while keys are pursued
 
