@@ -190,23 +190,6 @@ def test_new_tokens_have_no_bias_and_old_ones_keep_theirs():
     assert bool(exact["bias"][exact.valid].any())
 
 
-@pytest.mark.slow
-def test_kernels_decode_and_evict_with_it_as_the_reference_does():
-    ids, mask = prompt(2, 40, (0, 7))
-    found = []
-    for backend in ("reference", "triton"):
-        model = build(num_hidden_layers=1)
-        fastkv.patch(model, "attention-matching", small(), evict_every=3, backend=backend, correction="matching")
-        out = generate(model, ids, mask, new=6, return_dict_in_generate=True, output_logits=True)
-        found.append((out.sequences, torch.stack(out.logits), out.past_key_values.layers[0].state.exact))
-    assert torch.equal(found[0][0], found[1][0])
-    torch.testing.assert_close(found[0][1], found[1][1], atol=1e-3, rtol=1e-3)
-    order = [exact["positions"].masked_fill(~exact.valid, 999).argsort(-1) for *_, exact in found]
-    mine, theirs = (exact["bias"].gather(-1, index)[..., :TOKENS] for (*_, exact), index in zip(found, order))
-    assert bool(mine.any())
-    torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
-
-
 def test_refusals():
     model = build()
     with pytest.raises(

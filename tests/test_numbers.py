@@ -287,14 +287,6 @@ def test_a_row_of_nan_touches_nobody(name, mode, tmp_path):
             assert held(before, layer, row) == held(after, layer, row)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
-def test_a_row_of_nan_in_other_families(name, tmp_path):
-    model = poisoned(build(name), float("nan"))
-    patch(model, "momentkv", tmp_path, "blocks")
-    ids, mask = prompt()
-    assert torch.equal(clean_rows(model, ids, mask, True)[0], clean_rows(model, ids, mask, False)[0])
-
-
 @pytest.mark.parametrize("method", ["cholesky", "qr", "svd", "exact", "srht"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_leverage_of_other_rows(method, value):

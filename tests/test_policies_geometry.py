@@ -268,13 +268,6 @@ def test_kernels_give_the_same_scores(policy):
 
 
 @each_policy
-def test_half_precision_is_scored_in_fp32(policy):
-    half = made(dtype=torch.bfloat16)
-    got = scored(policy, half)
-    assert got.dtype == torch.float32 and got[half.valid].isfinite().all()
-
-
-@each_policy
 @both_times
 def test_few_and_equal_tokens_have_finite_scores(policy, decoding):
     signals = made(decoding=decoding)
