@@ -369,7 +369,8 @@ def test_triples_of_any_model_and_tokenizer(name):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_make_triples_refuses(changes, says, bundled):
-    refused(says, make_triples, *bundled, **{"policy": "snapkv", "lengths": (128,), "samples": 1, **changes})
+    with pytest.raises(fastkv.FastKVError, match=says):
+        make_triples(*bundled, **{"policy": "snapkv", "lengths": (128,), "samples": 1, **changes})
     with fastkv.patched(bundled[0], "snapkv", 64):
         refused("unpatch", make_triples, *bundled, "snapkv")
 

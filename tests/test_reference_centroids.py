@@ -10,13 +10,9 @@ from hypothesis import strategies as st
 from fastkv.errors import FastKVError
 from fastkv.reference import Centroids, Moments, centroid_estimate, moment_estimate
 
+from .test_reference import pairs, true_attention
+
 F64 = torch.float64
-
-
-def pairs(num, seed=0, heads=3):
-    generator = torch.Generator().manual_seed(seed)
-    keys = torch.randn(2, heads, num, 8, generator=generator, dtype=F64) * 2 + 5
-    return keys, torch.randn(2, heads, num, 6, generator=generator, dtype=F64) - 3
 
 
 def queries(seed=0):
@@ -25,13 +21,6 @@ def queries(seed=0):
 
 def empty(num, heads=3):
     return Centroids.empty(2, heads, num, 8, 6, dtype=F64)
-
-
-def true_attention(q, keys, values, scale, softcap=None):
-    logits = scale * torch.einsum("bhtd,bhnd->bhtn", q, keys.repeat_interleave(2, 1))
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    return logits.softmax(-1) @ values.repeat_interleave(2, 1), logits.logsumexp(-1)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -203,7 +203,8 @@ def test_values_go_where_the_map_errs_least(joint):
     model = build()
     ids, _ = prompt(1, 50, (0,))
     stock = model(ids).past_key_values.layers[0]
-    maps = mapping(model, joint_weights(), joint=True) if joint else mapping(model)
+    own = {layer: torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(1)) for layer in range(4)}
+    maps = mapping(model, joint_weights() if joint else own, joint=joint)
     fastkv.patch(model, "keydiff", small(), correction="vector", vector=maps, evict_every=EVERY)
     state = model(ids).past_key_values.layers[0].state
     raw = rotations(model, [0])[0].unrotate(stock.keys.double(), torch.arange(50).expand(1, 2, 50)).double()
