@@ -128,36 +128,6 @@ def test_room_for_everything_uses_no_centroid():
 # What is done to a cache is done to them.
 
 
-def continued(model, cache, ids, start):
-    positions = torch.full((len(ids), 1), start)
-    return torch.cat(
-        [model(ids[:, i : i + 1], past_key_values=cache, position_ids=positions + i).logits for i in range(9)], 1
-    )
-
-
-def test_copies_forks_files_and_reset(tmp_path):
-    model = fastkv.patch(build(), "fastkv", small(), evict_every=EVERY)
-    ids, _ = prompt(2, 50, (0, 0))
-    cache = model(ids).past_key_values
-    before = [part.clone() for part in cache.layers[1].state.parts.tensors()]
-    twin, forked = cache.clone(), cache.fork(2)
-    cache.save(tmp_path / "cache")
-    loaded = FastKVCache.load(tmp_path / "cache", model)
-    want = continued(model, cache, ids, 50)
-    assert torch.equal(continued(model, twin, ids, 50), want) and torch.equal(continued(model, loaded, ids, 50), want)
-    rows = continued(model, forked, ids.repeat_interleave(2, 0), 50)
-    torch.testing.assert_close(rows[::2], want, atol=1e-4, rtol=0)
-    again = FastKVCache.load(tmp_path / "cache", model)
-    for part, old in zip(again.layers[1].state.parts.tensors(), before):
-        assert torch.equal(part, old)
-    again.reorder_cache(torch.tensor([1, 0]))
-    torch.testing.assert_close(continued(model, again, ids.flip(0), 50), want.flip(0), atol=1e-4, rtol=0)
-    cache.reset()
-    assert not any(part.any() for part in cache.layers[1].state.parts.tensors())
-    model(ids, past_key_values=cache)
-    assert torch.equal(continued(model, cache, ids, 50), want)
-
-
 def test_files_of_something_else_are_refused(tmp_path):
     model = fastkv.patch(build(), "fastkv", small(), evict_every=EVERY)
     ids, _ = prompt(2, 50, (0, 0))

@@ -311,15 +311,3 @@ def test_a_row_of_nan_does_not_decide_the_share_of_others(tmp_path):
     two = generate(model, ids[[0, 2]], mask[[0, 2]], new=8, return_dict_in_generate=True).past_key_values
     assert torch.equal(cache.stored(0)[[0, 2]], two.stored(0))
     assert int(two.moments(0).count.max()) > 0
-
-
-@pytest.mark.parametrize("name", each(NAMES, often=()))
-def test_runs_repeat_whatever_came_between(name, tmp_path):
-    """The same model twice, another batch and another cache in between: the same bits."""
-    model = build()
-    patch(model, name, tmp_path, "adaptive" if POLICIES[name].adaptive else "whole")
-    ids, mask = prompt()
-    first = generate(model, ids, mask, new=8, return_dict_in_generate=True, output_logits=True)
-    generate(model, ids[1:2, 20:41], new=5)
-    second = generate(model, ids, mask, new=8, return_dict_in_generate=True, output_logits=True)
-    assert all(torch.equal(a, b) for a, b in zip(first.logits, second.logits))

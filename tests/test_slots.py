@@ -17,7 +17,7 @@ from fastkv.lab.equal_bytes import layer_token_bytes
 from fastkv.reference import FORMATS, FP8, INT4, INT8, PLAIN, rotated, step_of
 
 from .conftest import examples
-from .models import build, generate, prompt
+from .models import build
 from .pairwise import covering
 from .states import compiled_step
 from .test_policy_matrix import EVERY, small, two_turns
@@ -378,20 +378,6 @@ def test_saved_and_forked_caches_go_on(slots, heads, tmp_path):
     fastkv.patch(model, "snapkv", small(heads=heads), evict_every=EVERY)
     with pytest.raises(FastKVError, match=f"was saved with slots={slots}, got slots=model"):
         FastKVCache.load(tmp_path / "cache", model)
-
-
-@each_format
-def test_assisted_decoding_takes_tokens_back(slots):
-    model = build(**WIDE)
-    ids, mask = prompt(1, 50, (0,))
-    fastkv.patch(model, "keydiff", small(), evict_every=EVERY, slots=slots)
-    assistant = build(**WIDE, num_hidden_layers=2)
-    out = generate(model, ids, new=20, assistant_model=assistant, return_dict_in_generate=True)
-    cache = out.past_key_values
-    cache.crop(0)  # accepts the last tokens
-    assert out.sequences.shape == (1, 70)
-    for layer in range(4):
-        assert torch.equal(cache.stored(layer) + cache.moments(layer).count, torch.full((1, 2), cache.get_seq_length()))
 
 
 @each_format

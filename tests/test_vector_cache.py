@@ -260,17 +260,3 @@ def test_refusals(tmp_path):
         fastkv.patch(build("qwen3"), "keydiff", small(), correction="vector", vector=path)
     fastkv.patch(model, "keydiff", small(), correction="vector", vector=str(path))
     assert generate(model, *prompt(), new=3).shape == (3, 53)
-
-
-def test_beams_and_reset():
-    model = build()
-    ids, mask = prompt()
-    mixed = [[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
-    fastkv.patch(model, "snapkv", small(), correction="vector", vector=mapping(model, r2=mixed), evict_every=EVERY)
-    beams = generate(model, ids, mask, new=15, num_beams=2)
-    alone = generate(model, ids[:1], mask[:1], new=15, num_beams=2)
-    assert torch.equal(beams[0], alone[0])
-    cache = fastkv.FastKVCache(model)
-    first = generate(model, ids, mask, new=15, past_key_values=cache)
-    cache.reset()
-    assert torch.equal(generate(model, ids, mask, new=15, past_key_values=cache), first)
