@@ -169,3 +169,24 @@ def refused(message, call, *args, **options):
     text = str(error.value)
     assert message in text and not text.endswith(".") and "\n" not in text and ";" in text, text
     return text
+
+
+def projected(model, ids, *names):
+    """{(name, layer): [B, T, H, D] float64}: its q, k or v of full-attention layers before any rotation, with norms."""
+    found, hooks = {}, []
+
+    def record(place):
+        def hook(module, args, out):
+            heads_first = out.ndim == 4 and out.shape[1] != ids.shape[1]
+            found[place] = (out.transpose(1, 2) if heads_first else out).reshape(*ids.shape, -1, 16).double()
+
+        return hook
+
+    for module in model.modules():
+        for name in names if hasattr(module, "q_proj") else ():
+            last = getattr(module, f"{name}_norm", getattr(module, f"{name}_proj"))
+            hooks.append(last.register_forward_hook(record((name, module.layer_idx))))
+    model(ids)
+    for hook in hooks:
+        hook.remove()
+    return found

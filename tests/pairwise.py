@@ -56,6 +56,7 @@ def each(names, *factors, often=FOLLOWERS):
 
 def named(*values, slow):
     """A case for `parametrize` with a readable id."""
-    words = [" ".join(map(str, value.values())) if isinstance(value, dict) else str(value) for value in values]
+    shown = [value.values() if isinstance(value, dict) else [getattr(value, "__name__", value)] for value in values]
+    words = [" ".join(map(str, parts)) for parts in shown]
     name = "-".join(word.removeprefix("torch.") for word in words if word)
     return pytest.param(*values, id=name, marks=pytest.mark.slow if slow else ())

@@ -153,11 +153,12 @@ def deal(capacities):
 
 
 def slab_of(rows, starts, size):
-    """A slab whose heads own the first rows of rows [B, Hkv, N, ...]; what nobody owns is -7."""
-    slab = torch.full((len(rows), size, *rows.shape[3:]), -7, dtype=rows.dtype)
+    """A slab whose heads own the first rows of rows [B, Hkv, N, ...]; what is no row is 7."""
+    slab = torch.full((len(rows), size, *rows.shape[3:]), 7, dtype=rows.dtype)
     for b, row in enumerate(starts.tolist()):
         for h, (first, end) in enumerate(itertools.pairwise(row)):
-            slab[b, first:end] = rows[b, h, : end - first]
+            own = rows[b, h, : end - first]
+            slab[b, first : first + len(own)] = own
     return slab
 
 

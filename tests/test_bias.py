@@ -7,9 +7,9 @@ import torch
 
 from fastkv import FastKVError, ops
 from fastkv.ops.operator import flat_state, state_of
-from fastkv.reference import FORMATS, Selection, pack
+from fastkv.reference import FORMATS, Selection
 
-from .states import assert_same, encoded, in_pages, make_spec, make_state
+from .states import assert_same, encoded, in_pages, in_slab, make_spec, make_state
 from .test_ops import biased, step, vector
 
 B, HKV, G, D, C = 2, 2, 3, 32, 9
@@ -32,18 +32,6 @@ def held(dtype=torch.float32, slots="model", attention=False, spare=0):
     made.exact.bias = torch.nn.functional.pad(made.exact.bias, (0, spare), value=7.0)
     made.exact.attention = torch.zeros(B, HKV, C + spare) if attention else None
     return encoded(made, slots)
-
-
-def in_slab(state, rooms):
-    """The same tokens in heads that own `rooms` slots each."""
-    starts = torch.tensor([[0, *torch.tensor(rooms).cumsum(0)]] * B, dtype=torch.int32)
-    made = copy.deepcopy(state)
-    for name, rows in state.exact.moving().items():
-        slab = rows.new_zeros(B, sum(rooms), *rows.shape[3:])
-        pack(starts, [(slab, rows)])
-        setattr(made.exact, name, slab)
-    made.exact.starts, made.exact.limit, made.exact.filled = starts, max(rooms), max(rooms)
-    return made
 
 
 def expected(q, state, more=None, softcap=None):
@@ -72,9 +60,9 @@ def expected(q, state, more=None, softcap=None):
 @pytest.mark.parametrize("attention", [False, True])
 def test_a_step_counts_a_slot_as_often_as_its_bias_says(backend, slots, softcap, slab, attention):
     state = held(slots=slots, attention=attention, spare=1)
-    own = in_slab(state, [C + 3, C + 1]) if slab else state
+    own = in_slab(state, [[C + 3, C + 1]] * B) if slab else state
     if slab and attention:
-        own.exact.attention = torch.zeros(own.exact.keys.shape[:2])
+        own.exact.attention.zero_()
     q, k, v = random(B, HQ, D, seed=3), random(B, HKV, 1, D, seed=4), random(B, HKV, 1, D, seed=5)
     more = k, v
     if slots != "model":
@@ -93,7 +81,7 @@ def test_a_step_counts_a_slot_as_often_as_its_bias_says(backend, slots, softcap,
 @pytest.mark.parametrize("slab", [False, True])
 def test_a_block_counts_what_came_before_it_as_often(backend, slab):
     state = held()
-    state = in_slab(state, [C + 3, C + 1]) if slab else state
+    state = in_slab(state, [[C + 3, C + 1]] * B) if slab else state
     q, k, v = random(B, HQ, 3, D, seed=3), random(B, HKV, 3, D, seed=4), random(B, HKV, 3, D, seed=5)
     spec = make_spec(D**-0.5, backend=backend)
     out, lse, _ = ops.prefill_attention(q, k, v, torch.ones(B, 3, dtype=torch.bool), state, spec)
@@ -138,7 +126,7 @@ def biases(state):
 def test_a_bias_moves_with_its_slot(backend, slab, slots):
     state = held(slots=slots)
     before = biases(state)
-    state = in_slab(state, [C, C]) if slab else state
+    state = in_slab(state, [[C, C]] * B) if slab else state
     spec = make_spec(1.0, backend=backend, tokens=5, spare=4, sinks=1, recent=1)
     ops.evict(random(B, HKV, C, seed=8), None, state, spec)
     assert state.exact.lengths.tolist() == [[5, 4], [1, 5]]

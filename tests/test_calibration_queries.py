@@ -11,40 +11,20 @@ from fastkv.lab.cli import main
 from fastkv.lab.fits import fit_queries as fit
 from fastkv.policies import QueryStatistics
 
-from .models import build, prompt, query_calibration, refused
+from .models import build, projected, query_calibration, refused
+from .test_calibration_vector import FULL_LAYERS, families, sequences
 from .toy import MODEL, MODEL_DIR, generate, load, write
 
 
-def sequences(rows=4, length=40):
-    return prompt(batch=rows, length=length, pads=(0,) * rows, seed=5)[0]
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+@families
 def test_fit_is_the_mean_of_the_queries_before_the_rotary_embedding(name):
-    """Queries are taken from the projections (and query norms) themselves, before any rotation."""
     model, ids = build(name), sequences()
-    full = {"gemma3": [1, 3]}.get(name, [0, 1, 2, 3])
-    recorded, hooks = {}, []
-
-    def record(layer):
-        def hook(module, args, out):
-            heads_first = out.ndim == 4 and out.shape[1] == 4
-            out = out.transpose(1, 2) if heads_first else out.reshape(*ids.shape, 4, 16)
-            recorded[layer] = out.flatten(0, 1).double()
-
-        return hook
-
-    for layer in full:
-        attention = model.model.layers[layer].self_attn
-        hooks.append(getattr(attention, "q_norm", attention.q_proj).register_forward_hook(record(layer)))
-    with torch.no_grad():
-        model(ids)
-    for hook in hooks:
-        hook.remove()
+    full = FULL_LAYERS[name]
+    recorded = projected(model, ids, "q")
     fitted = fit(model, ids.split(3))
     assert list(fitted.layers) == full and fitted.tokens == ids.numel()
     for layer, known in fitted.layers.items():
-        queries = recorded[layer]  # [tokens, Hq, D]
+        queries = recorded["q", layer].flatten(0, 1)
         mean, pairs = queries.mean(0), torch.complex(queries[..., :8], queries[..., 8:])
         torch.testing.assert_close(known.mean.double(), mean, rtol=1e-3, atol=1e-4)
         excess = pairs.abs().mean(0) - pairs.mean(0).abs()

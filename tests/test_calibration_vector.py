@@ -21,7 +21,7 @@ from fastkv.lab.cli import main
 from fastkv.lab.fits import PairSums, pre_rope_pairs
 from fastkv.lab.fits import fit_vector as fit
 
-from .models import FAMILIES, VOCAB, build, prompt, refused
+from .models import FAMILIES, VOCAB, build, projected, prompt, refused
 from .toy import MODEL, MODEL_DIR, TASKS, generate, write
 
 FULL_LAYERS = {"llama": [0, 1, 2, 3], "qwen3": [0, 1, 2, 3], "gemma3": [1, 3]}
@@ -54,14 +54,6 @@ def brute_r2(keys, values, weight):
 
 
 # Least squares from sums.
-
-
-def test_a_linear_relation_is_recovered_exactly():
-    keys, _ = pairs()
-    weight = torch.randn(2, 6, 4, dtype=torch.float64)
-    sums = summed(keys, keys @ weight)
-    torch.testing.assert_close(sums.solve(), weight, rtol=1e-9, atol=1e-9)
-    assert ((sums.r2(sums.solve()) - 1).abs() <= 1e-9).all()
 
 
 @given(st.lists(st.integers(0, 200), max_size=6))
@@ -112,33 +104,15 @@ def test_values_that_do_not_vary_have_nothing_to_explain():
 
 @families
 def test_fit_is_least_squares_on_the_keys_before_the_rotary_embedding(name):
-    """Keys and values are taken from the projections (and key norms) themselves, before any rotation."""
     model, ids = build(name), sequences()
-    recorded, hooks = {}, []
-
-    def record(kind, layer):
-        def hook(module, args, out):
-            heads_first = out.ndim == 4 and out.shape[1] == 2  # Gemma 3 normalises keys [B, Hkv, T, D]
-            out = out.transpose(1, 2) if heads_first else out.reshape(*ids.shape, 2, 16)
-            recorded[kind, layer] = out.permute(2, 0, 1, 3).double()
-
-        return hook
-
-    for module in model.modules():
-        if hasattr(module, "k_proj"):
-            keys = module.k_norm if hasattr(module, "k_norm") else module.k_proj
-            hooks.append(keys.register_forward_hook(record("k", module.layer_idx)))
-            hooks.append(module.v_proj.register_forward_hook(record("v", module.layer_idx)))
-    model(ids)
-    for hook in hooks:
-        hook.remove()
+    recorded = projected(model, ids, "k", "v")
     fitted = fit(model, ids.split(3), held_out=0.25)
     assert list(fitted.weights) == list(fitted.r2) == FULL_LAYERS[name]
     assert fitted.tokens == ids.numel() and fitted.threshold == 0.5
     assert fitted.fingerprint == fingerprint(model.config) and fitted.model == describe(model.config)
     apart = torch.tensor([True, False, False, False] * 2)
     for layer in FULL_LAYERS[name]:
-        k, v = recorded["k", layer], recorded["v", layer]
+        k, v = (recorded[name, layer].permute(2, 0, 1, 3) for name in "kv")
         weight = torch.linalg.lstsq(k[:, ~apart].flatten(1, 2), v[:, ~apart].flatten(1, 2)).solution
         held_keys, held_values = k[:, apart].flatten(1, 2), v[:, apart].flatten(1, 2)
         assert fitted.weights[layer].dtype == torch.float32
@@ -269,6 +243,11 @@ def test_a_file_comes_back_bit_for_bit(tmp_path):
     first = path.read_bytes()
     fitted.save(path)
     assert path.read_bytes() == first and os.listdir(tmp_path) == ["vector.safetensors"]
+    other = build("qwen3").config
+    text = refused("another model", VectorMap.load, path, other)
+    assert describe(build().config) in text and describe(other) in text
+    refused("another model", fitted.check, other)
+    fitted.check(build().config)
 
 
 def test_a_joint_file_says_so_by_its_one_r2_a_layer(tmp_path):
@@ -345,15 +324,6 @@ def test_load_refuses_tensors_that_do_not_fit(tmp_path, change):
     weights, r2 = ({i: t.clone() for i, t in tensors.items()} for tensors in (weights, r2))
     replace(fitted, weights=weights, r2=r2).save(path)
     refused("damaged", VectorMap.load, path, build().config)
-
-
-def test_load_refuses_another_model(tmp_path):
-    path = tmp_path / "vector.safetensors"
-    example(build("llama")).save(path)
-    text = refused("another model", VectorMap.load, path, build("qwen3").config)
-    assert describe(build("llama").config) in text and describe(build("qwen3").config) in text
-    refused("another model", example(build("llama")).check, build("qwen3").config)
-    example(build("llama")).check(build("llama").config)
 
 
 # The fingerprint.
@@ -496,10 +466,7 @@ def test_the_command_fits_prints_and_writes(bundled, tmp_path, capsys, joint):
     usable = sum(sum(read.usable(layer)) for layer in read.weights)
     assert f"{usable} of 8 heads" in printed
     assert f'fastkv.patch(model, correction="vector", vector="{path}")' in printed
-
-
-def test_the_command_refuses_a_model_that_is_not_there(tmp_path, capsys):
-    assert main(["calibrate", "vector", "--model", str(tmp_path), "--out", str(tmp_path / "v")]) == 2
+    assert main(["calibrate", "vector", "--model", str(tmp_path), "--out", str(path)]) == 2
     assert "cannot load a model" in capsys.readouterr().err
 
 

@@ -1,5 +1,7 @@
 """What runs on a CPU against the float64 reference: attention, observed attention, blocks of a prompt, evictions."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,10 +10,10 @@ from hypothesis import strategies as st
 from fastkv import ops, reference
 from fastkv.cpu import compiled
 from fastkv.cpu import operations as cpu
-from fastkv.reference import Centroids, Moments, centroids, unpack
+from fastkv.reference import Centroids, Moments, centroids
 
 from .conftest import examples
-from .states import compiled_step, copied, make_spec, make_state, sinks
+from .states import compiled_step, copied, in_slab, make_spec, make_state, sinks
 
 SCALE = 0.3
 CASES = settings(max_examples=examples(300), deadline=None)
@@ -71,21 +73,27 @@ def close(found, expected, limit=2e-6):
     torch.testing.assert_close(found.double(), expected.double(), rtol=limit, atol=limit)
 
 
-@pytest.mark.parametrize("watched", [False, True])
-@CASES
-@given(problem=problems(), dtype=st.sampled_from(list(LIMIT)), parts=st.booleans())
-def test_a_step(watched, problem, dtype, parts):
-    q, k, v = problem.rows(problem.groups).flatten(1, 2).to(dtype), *(problem.rows(1).to(dtype) for _ in range(2))
+@pytest.mark.parametrize("slab", [False, True])
+@settings(max_examples=examples(400), deadline=None)
+@given(problems(), st.sampled_from(list(LIMIT)), st.booleans(), st.booleans(), st.booleans())
+def test_a_step(slab, problem, dtype, watched, parts, append):
+    """With a token, or on what is stored already, which in some heads may be nothing. Heads that share a slab own one
+    slot more than they use."""
+    q = problem.rows(problem.groups).flatten(1, 2).to(dtype)
+    new = [problem.rows(1).to(dtype) for _ in range(2)] if append else [None, None]
     mine = problem.state(dtype, parts, torch.float32)
     theirs = problem.state(torch.float64, parts)
     theirs.exact.keys, theirs.exact.values = mine.exact.keys.double(), mine.exact.values.double()
     if watched:
         mine.exact.attention = torch.rand(problem.positions.shape, generator=problem.random)
         theirs.exact.attention = mine.exact.attention.double()
-    spec = problem.spec(parts)
-    out, *lses = cpu.decode_step(q, k, v, mine, spec)
-    want, *want_lses = reference.decode_step(q.double(), k.double(), v.double(), theirs, spec)
-    limit = LIMIT[dtype]
+    if slab:
+        mine, theirs = (in_slab(one, (problem.lengths + 1).tolist()) for one in (mine, theirs))
+    spec, limit = problem.spec(parts), LIMIT[dtype]
+    out, *lses = cpu.decode_step(q, *new, mine, spec)
+    want, *want_lses = reference.decode_step(
+        q.double(), *(one.double() if append else None for one in new), theirs, spec
+    )
     assert out.dtype == dtype and out.shape == q.shape
     largest = max(1.0, theirs.exact.values.abs().max().item(), want.abs().max().item())
     assert (out.double() - want).abs().max() <= (limit + 2e-6) * largest
@@ -97,20 +105,6 @@ def test_a_step(watched, problem, dtype, parts):
     assert torch.equal(mine.seen, theirs.seen)
     if watched:
         close(mine.exact.attention, theirs.exact.attention, 20 * limit)
-
-
-@CASES
-@given(problems(), st.booleans(), st.booleans())
-def test_a_step_without_a_token(problem, watched, parts):
-    """On what is stored already, which in some heads may be nothing."""
-    q, results = problem.rows(problem.groups).flatten(1, 2), []
-    for run, dtype in ((cpu.decode_step, torch.float32), (reference.decode_step, torch.float64)):
-        state = problem.state(dtype, parts)
-        state.exact.attention = torch.zeros(problem.positions.shape, dtype=dtype) if watched else None
-        out = run(q.to(dtype), None, None, state, problem.spec(parts))
-        results.append((*out, state.exact.lengths, *([state.exact.attention] if watched else [])))
-    for one, other in zip(*results):
-        close(one, other, 4e-5)
 
 
 @pytest.mark.parametrize("name", ["exact.keys", "exact.lengths", "seen", "centroids.keys", "centroids.count"])
@@ -128,30 +122,6 @@ def test_a_step_follows_tensors_that_were_replaced(name):
     for found, expected in zip(cpu.decode_step(q, k, k, state, spec), want):
         close(found, expected, 1e-5)
     assert torch.equal(state.seen, theirs.seen) and torch.equal(state.exact.lengths, theirs.exact.lengths)
-
-
-@CASES
-@given(problems(), st.booleans())
-def test_a_step_of_heads_that_share_slots(problem, watched):
-    """Every head owns one slot more than it uses, side by side in a slab."""
-    starts = torch.zeros(problem.batch, problem.heads + 1, dtype=torch.int32)
-    starts[:, 1:] = (problem.lengths + 1).cumsum(-1)
-    room, width = int(starts.max()), problem.slots
-    q, k, v = problem.rows(problem.groups).flatten(1, 2), problem.rows(1), problem.rows(1)
-    slabs = [torch.randn(problem.batch, room, problem.dim, generator=problem.random) for _ in range(2)]
-    results = []
-    for run, dtype in ((cpu.decode_step, torch.float32), (reference.decode_step, torch.float64)):
-        positions, lengths = torch.zeros(problem.batch, room, dtype=torch.int32), problem.lengths.clone()
-        keys, values = (slab.to(dtype, copy=True) for slab in slabs)
-        attention = torch.zeros(problem.batch, room, dtype=dtype) if watched else None
-        known = problem.seen.clone(), problem.moments(dtype)
-        state = make_state(keys, values, lengths, positions, *known, starts=starts, attention=attention, limit=width)
-        state.sink_logits = problem.sinks
-        out = run(*(t.to(dtype) for t in (q, k, v)), state, problem.spec())
-        stored = unpack([positions], starts, width)[0][torch.arange(width) < lengths[..., None]]
-        results.append((*out, keys, stored, lengths, *([attention] if watched else [])))
-    for one, other in zip(*results):
-        close(one, other, 4e-5)
 
 
 @CASES
@@ -287,40 +257,6 @@ def test_rows_do_not_touch_each_other(watched, known):
         assert torch.equal(together[row], step([row])[0])
 
 
-@pytest.mark.parametrize("num", [1, 12, 16, 33])
-def test_blocks_of_rows_are_what_they_are_alone(num):
-    """Bit for bit, whatever the vectors of the processor and the shape of the batch."""
-    random = torch.Generator().manual_seed(0)
-    q, *new = (torch.randn(3, heads, num, 16, generator=random) for heads in (4, 2, 2))
-    keys, values = (torch.randn(3, 2, 20, 16, generator=random) for _ in range(2))
-    lengths = torch.tensor([[20, 20], [7, 0], [19, 1]], dtype=torch.int32)
-
-    def block(rows):
-        state = make_state(keys[rows], values[rows], lengths[rows])
-        real = torch.ones(len(rows), num, dtype=torch.bool)
-        return cpu.prefill_attention(q[rows], *(one[rows] for one in new), real, state, make_spec(SCALE))
-
-    together = block([0, 1, 2])
-    for row in range(3):
-        assert all(torch.equal(one[row], alone[0]) for one, alone in zip(together, block([row])))
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_windows_of_rows_are_what_they_are_alone(mixed):
-    random = torch.Generator().manual_seed(0)
-    q, keys = torch.randn(3, 4, 5, 16, generator=random), torch.randn(3, 2, 45, 16, generator=random)
-    visible = torch.rand(3, 2, 5, 45, generator=random) < 0.7
-    real = torch.tensor([[True] * 5, [False] * 3 + [True] * 2, [True] * 5])
-    mass = torch.randn(3, 4, 5, generator=random) if mixed else None
-
-    def window(rows):
-        masks = visible[rows], real[rows], None if mass is None else mass[rows]
-        return cpu.window_attention(q[rows], keys[rows], SCALE, *masks)
-
-    together = window([0, 1, 2])
-    assert all(torch.equal(together[row], window([row])[0]) for row in range(3))
-
-
 SLOTS = compiled.library("slots")
 
 
@@ -335,22 +271,16 @@ def test_stretches_of_a_head_add_up(dtype, ragged):
     keys, values = (torch.randn(2, 3, 450, 32, generator=random).to(dtype) for _ in range(2))
     bias = torch.zeros(2, 3, 450)
     bias[0, 0, 128:256], bias[0, 0, 400], bias[1, 2, 3] = -torch.inf, 40.0, 30.0
-    slots = reference.Slots(keys, values, lengths, bias=bias)
-    if ragged:
-        starts = torch.zeros(2, 4, dtype=torch.int32)
-        starts[:, 1:] = lengths.cumsum(-1)
-        room = int(starts.max())
-        slabs = [torch.zeros(2, room, *rows.shape[3:], dtype=rows.dtype) for rows in (keys, values, bias)]
-        for slab, rows in zip(slabs, (keys, values, bias)):
-            reference.pack(starts, [(slab, rows)])
-        slots = reference.Slots(*slabs[:2], lengths, starts=starts, bias=slabs[2], limit=450)
+    state = make_state(keys, values, lengths)
+    state.exact.bias = bias
+    slots = in_slab(state, lengths.tolist()).exact if ragged else state.exact
     q, received = torch.randn(2, 3, 5, 32, generator=random), torch.ones(slots.bias.shape)
     logits = SCALE * q.double() @ keys.double().mT + bias[:, :, None]
     logits = logits.masked_fill(torch.arange(450) >= lengths[..., None, None], -torch.inf)
     want = logits.softmax(-1).nan_to_num(0.0)
     out, lse = compiled_step(q, slots, SCALE, received)
     used = torch.arange(450) < lengths[..., None]
-    given_to = reference.unpack([received], starts, 450)[0] if ragged else received
+    given_to = reference.unpack([received], slots.starts, 450)[0] if ragged else received
     close((given_to - 1).masked_fill(~used, 0.0), want.mean(2), 4e-6)
     assert ragged or bool((given_to[~used] == 1).all())
     close(out, want @ values.double(), 4e-6)
@@ -441,20 +371,6 @@ def test_most_attended_is_that_of_the_reference(dtype, cap):
     torch.testing.assert_close(cpu.most_attended(q, keys, lse, SCALE, cap).double(), exact, rtol=1e-5, atol=1e-30)
 
 
-@peaks_compiled
-def test_compiled_peaks_depend_on_neither_batch_nor_threads():
-    q, keys, threads = torch.randn(3, 4, 40, 64), torch.randn(3, 2, 70, 64), torch.get_num_threads()
-    valid, asked = torch.rand(3, 2, 70) < 0.8, torch.rand(3, 40) < 0.8
-    whole = cpu.peaks(q, keys, SCALE, None, valid, asked, None)
-    torch.set_num_threads(1)
-    alone = [
-        cpu.peaks(q[i : i + 1], keys[i : i + 1], SCALE, None, valid[i : i + 1], asked[i : i + 1], None)
-        for i in range(3)
-    ]
-    torch.set_num_threads(threads)
-    assert torch.equal(whole, torch.cat(alone))
-
-
 JOINS = compiled.library("joins")
 joins_compiled = pytest.mark.skipif(isinstance(JOINS, str), reason=f"joins.cpp: {JOINS}")
 
@@ -537,17 +453,66 @@ def test_compiled_joins_carry_what_is_rounded_away():
     assert abs(float(apart_by.mean())) < 1e-3 and float(apart_by.abs().max()) < 0.01
 
 
-@joins_compiled
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_joins_depend_on_neither_batch_nor_threads(dtype):
-    rows, threads = leaving(3, 2, 16, (64, 64), 5), torch.get_num_threads()
-    whole = Centroids.empty(3, 2, 9, 64, 64, dtype=dtype)
-    alone = [Centroids.empty(1, 2, 9, 64, 64, dtype=dtype) for _ in range(3)]
-    cpu.join(whole, *rows)
-    torch.set_num_threads(1)
-    for row, parts in enumerate(alone):
-        cpu.join(parts, *(part[row : row + 1] for part in rows))
-        assert all(torch.equal(one[0], many[row]) for one, many in zip(parts.tensors(), whole.tensors()))
+def block(num):
+    q, *new = (torch.randn(3, heads, num, 16) for heads in (4, 2, 2))
+    keys, values = torch.randn(2, 3, 2, 20, 16)
+    lengths, real = torch.tensor([[20, 20], [7, 0], [19, 1]], dtype=torch.int32), torch.ones(3, num, dtype=torch.bool)
+
+    def run(rows):
+        state = make_state(keys[rows], values[rows], lengths[rows])
+        return cpu.prefill_attention(q[rows], *(one[rows] for one in new), real[rows], state, make_spec(SCALE))
+
+    return run
+
+
+def window(mixed):
+    q, keys, visible = torch.randn(3, 4, 5, 16), torch.randn(3, 2, 45, 16), torch.rand(3, 2, 5, 45) < 0.7
+    real = torch.tensor([[True] * 5, [False] * 3 + [True] * 2, [True] * 5])
+    mass = torch.randn(3, 4, 5)
+    return lambda rows: [
+        cpu.window_attention(q[rows], keys[rows], SCALE, visible[rows], real[rows], mass[rows] if mixed else None)
+    ]
+
+
+def peaks():
+    given = torch.randn(3, 4, 40, 64), torch.randn(3, 2, 70, 64), torch.rand(3, 2, 70) < 0.8, torch.rand(3, 40) < 0.8
+
+    def run(rows):
+        q, keys, valid, asked = (one[rows] for one in given)
+        return [cpu.peaks(q, keys, SCALE, None, valid, asked, None)]
+
+    return run
+
+
+def joins(dtype):
+    given = leaving(3, 2, 16, (64, 64), 5)
+
+    def run(rows):
+        parts = Centroids.empty(len(rows), 2, 9, 64, 64, dtype=dtype)
+        cpu.join(parts, *(one[rows] for one in given))
+        return parts.tensors()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "make, compiled",
+    [
+        *(pytest.param(partial(block, num), False, id=f"block of {num}") for num in (1, 12, 16, 33)),
+        *(pytest.param(partial(window, mixed), False, id=f"window {mixed}") for mixed in (False, True)),
+        pytest.param(peaks, True, marks=peaks_compiled),
+        *(pytest.param(partial(joins, dtype), True, id=f"joins {dtype}", marks=joins_compiled)
+          for dtype in (torch.float32, torch.bfloat16)),
+    ],
+)  # fmt: skip
+def test_rows_are_what_they_are_alone(make, compiled):
+    """Bit for bit, whatever the vectors of the processor, the shape of the batch and, in C++, the number of threads."""
+    run, threads = make(), torch.get_num_threads()
+    together = run([0, 1, 2])
+    if compiled:
+        torch.set_num_threads(3 - min(threads, 2))
+    for row in range(3):
+        assert all(torch.equal(one[row], alone[0]) for one, alone in zip(together, run([row])))
     torch.set_num_threads(threads)
 
 

@@ -23,7 +23,7 @@ from . import test_kernels_evict as evict
 from . import test_kernels_prefill as prefill
 from .conftest import examples
 from .pairwise import covering
-from .states import DEVICE, assert_same, copied, encoded, in_pages, make_spec, make_state, splits
+from .states import DEVICE, copied, encoded, in_pages, make_spec, make_state, sinks, splits
 
 SLOTS = ["int8", "fp8", "int4", "k8v4"]
 SPEC = make_spec(order=1)
@@ -165,24 +165,42 @@ def test_no_program_alone_reads_a_wide_head_in_4_bits(monkeypatch, dim, parts):
     assert {tile.PARTS for tile, _, _ in launched} == {parts}
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(
-    slots=st.sampled_from(SLOTS),
+    slots=st.sampled_from(["model", "model", *SLOTS]),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    shape=st.sampled_from([(1, 1), (1, 2), (2, 1)]),
     groups=st.integers(1, 16),
-    dim=st.sampled_from([64, 80, 128, 256]),
+    dim=st.sampled_from([16, 48, 64, 80, 128, 256]),
     lengths=st.lists(st.integers(0, 39), min_size=1, max_size=4),
     gone=st.lists(st.integers(0, 40), min_size=1, max_size=4),
-    softcap=st.sampled_from([None, 4.0]),
+    parts=st.sampled_from([None, None, 1, 5, 18]),
+    without=st.none() | st.lists(st.integers(0, 24), min_size=1, max_size=4),
+    order=st.sampled_from([None, 0, 1]),
+    softcap=st.sampled_from([None, 2.0, 30.0]),
     append=st.booleans(),
     attention=st.booleans(),
-    parts=st.sampled_from([None, 5]),
+    spread=st.sampled_from([0.0, 1.0, 30.0]),
+    number=st.sampled_from([1, 2, 4]),
     seed=st.integers(0, 1000),
+    data=st.data(),
 )
-def test_decode_property(slots, dtype, groups, dim, lengths, gone, softcap, append, attention, parts, seed):
-    dim = dim if fits(slots, dim) else 96
-    case = decode.Case.make(1, 2, groups, dim, 40, dtype, lengths, gone, seed=seed, parts=parts)
-    check_decode(case, slots, softcap, 1, append, attention)
+def test_decode_property(
+    slots, dtype, shape, groups, dim, lengths, gone, parts, without, order, softcap, append, attention, spread, number,
+    seed, data,
+):  # fmt: skip
+    """Of all formats, beside tokens without values, and whatever is remembered of the evicted."""
+    codes = slots != "model"
+    dim = 96 if codes and not fits(slots, dim) else dim
+    with splits(number):
+        case = decode.Case.make(
+            *shape, groups, dim, 40, dtype, lengths, gone, spread=1.0 if codes else spread, seed=seed, parts=parts
+        )
+        if without is not None and not codes and parts is None:
+            decode.check_vector(case, 24, without, softcap, order, append)
+            return
+        case.state.sink_logits = data.draw(sinks(shape[1] * groups), "sinks")
+        check_decode(case, slots, softcap, order, append, attention)
 
 
 @pytest.mark.parametrize(
@@ -224,21 +242,31 @@ def test_codes_are_read_where_compilers_manage(slots, width):
     assert (tiles["90"] is None) == (width > (64 if turned else 128 if bits == 4 else 512))
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
-    slots=st.sampled_from(SLOTS),
+    slots=st.sampled_from(["model", "model", *SLOTS]),
+    shape=st.sampled_from([(1, 2), (2, 1), (2, 2)]),
     lengths=st.lists(st.integers(0, 90), min_size=1, max_size=4),
     gone=st.lists(st.integers(0, 9), min_size=1, max_size=4),
-    dim=st.sampled_from([64, 80, 128, 256]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    dim=st.sampled_from([16, 64, 80, 128, 256]),
+    scores=st.sampled_from(["normal", "ties", "equal"]),
     drop=st.integers(0, 20),
+    sinks=st.integers(0, 8),
+    recent=st.integers(0, 50),
+    order=st.sampled_from([None, 0, 1]),
+    scan=st.sampled_from([16, 2048]),
     seed=st.integers(0, 1000),
 )
-@example(slots="int8", lengths=[90], gone=[3], dim=64, drop=16, seed=0)
-def test_evict(slots, lengths, gone, dim, drop, seed):
-    dim = dim if fits(slots, dim) else 96
-    case = evict.Case.make(2, 2, dim, 90, torch.bfloat16, lengths, gone, seed=seed)
-    case.state = encoded(case.state, slots)
-    evict.check(case, 90 - drop, sinks=2, recent=3)
+@example(slots="int8", shape=(2, 2), lengths=[90], gone=[3], dtype=torch.bfloat16, dim=64, scores="normal", drop=16,
+         sinks=2, recent=3, order=1, scan=2048, seed=0)  # fmt: skip
+def test_evict(slots, shape, lengths, gone, dtype, dim, scores, drop, sinks, recent, order, scan, seed):
+    dim = 96 if slots != "model" and not fits(slots, dim) else dim
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastkv.kernels.evict.MAX_SCAN", scan)
+        case = evict.Case.make(*shape, dim, 90, dtype, lengths, gone, scores=scores, seed=seed)
+        case.state = encoded(case.state, slots)
+        evict.check(case, 90 - drop, sinks, recent, order)
 
 
 @pytest.mark.parametrize("chip", [chip for chip in PACKED_V if chip.isdecimal()])
@@ -329,17 +357,6 @@ def test_a_layer_does_what_the_reference_does(slots, heads, policy, correction):
     torch.testing.assert_close(mine, want, atol=2e-5, rtol=1e-4)
     for name in ("seen", "exact.lengths"):
         assert torch.equal(dict(layer.state.named_tensors())[name], dict(other.state.named_tensors())[name])
-
-
-@each_format
-def test_rows_in_pages_decode_as_rows_of_their_own(slots):
-    case = coded(decode.Case.make(2, 2, 4, 64, 24, torch.float16, (23, 0, 1, 14), (0, 0, 7, 70)), slots)
-    placed, spec = in_pages(case.state, [2, 1], 3), case.spec(None, 1)
-    own = operations.decode_step(case.q, case.k, case.v, case.state, spec)
-    paged = operations.decode_step(case.q, case.k, case.v, placed, spec)
-    for mine, theirs in zip(paged, own, strict=True):
-        assert torch.equal(mine, theirs)
-    assert_same(placed.taken(), case.state)
 
 
 def test_refusals():

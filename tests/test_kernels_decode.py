@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from fastkv import FastKVError, reference
@@ -23,11 +21,11 @@ from fastkv.kernels import operations
 from fastkv.reference import Centroids, LayerState, Moments, Recovery, Slots
 
 from . import states
-from .conftest import examples
 from .pairwise import covering
 from .states import DEVICE, PER_SM, Workspace, assert_same, copied, make_spec, make_state, num_programs
 
 SLACK = {torch.float32: 1e-6, torch.float16: 2e-4, torch.bfloat16: 8e-3}
+DTYPES = list(SLACK)
 SCALE = 0.17
 NAN = float("nan")
 
@@ -182,11 +180,10 @@ SHAPES = {  # batch, KV heads, groups, head_dim, slots, lengths, evicted
 }
 
 
-@pytest.mark.parametrize("name, dtype", covering(SHAPES, [torch.float32, torch.float16, torch.bfloat16], together=1))
+@pytest.mark.parametrize("name, dtype", covering(SHAPES, DTYPES, together=1))
 def test_decode_attention_shapes(name, dtype):
-    shape = SHAPES[name]
-    batch, heads, groups, dim, slots, lengths, evicted = shape
-    check(Case.make(batch, heads, groups, dim, slots, dtype, lengths, evicted))
+    *sizes, lengths, evicted = SHAPES[name]
+    check(Case.make(*sizes, dtype, lengths, evicted))
 
 
 @pytest.mark.parametrize(
@@ -197,6 +194,32 @@ def test_decode_attention_variants(split, order, softcap, attention, append, spl
     split(splits)
     case = Case.make(2, 2, 3, 64, 24, torch.float32, (23, 0, 1, 14), (0, 0, 7, 70))
     check(case, softcap, order, append, attention)
+
+
+@pytest.mark.parametrize(
+    "name, dtype, parts, means", covering(SHAPES, DTYPES, [1, 17, 33], [torch.float32, torch.bfloat16], together=1)
+)
+def test_decode_with_centroids(name, dtype, parts, means):
+    *sizes, lengths, evicted = SHAPES[name]
+    check(Case.make(*sizes, dtype, lengths, evicted, parts=parts, means=means))
+
+
+@pytest.mark.parametrize("softcap, append, splits", covering([None, 3.0], [True, False], [1, 4]))
+def test_decode_variants_with_centroids(split, softcap, append, splits):
+    split(splits)
+    case = Case.make(2, 2, 3, 64, 24, torch.float32, (23, 0, 1, 14), (0, 0, 7, 70), parts=6)
+    check(case, softcap, None, append, attention=True)
+
+
+def test_wrong_centroids_are_refused():
+    case = Case.make(1, 2, 4, 64, 20, torch.float32, (5, 6), (1, 1), parts=3)
+    centroids = case.state.parts
+    centroids.keys = centroids.keys.half()
+    with pytest.raises(FastKVError, match="means in bfloat16 or float32 and the rest in float32"):
+        case.kernel()
+    centroids.keys = torch.full((1, 2, 3, 32), NAN, device=DEVICE)
+    with pytest.raises(FastKVError, match=r"centroids\.keys must have shape"):
+        case.kernel()
 
 
 @pytest.mark.parametrize("dtype, splits", [(torch.float16, 2), (torch.bfloat16, 1)], ids=str)
@@ -267,16 +290,6 @@ def test_decode_attention_steps_share_a_workspace(split, attention):
         case.k, case.v = case.v.clone(), case.k.clone()
 
 
-def test_decode_attention_slot_order_does_not_matter():
-    case = Case.make(1, 1, 4, 64, 90, torch.float32, (90,), (12,))
-    shuffled = case.copy()
-    order = torch.randperm(90, device=DEVICE)
-    slots = shuffled.state.exact
-    slots.keys, slots.values = (rows[:, :, order].contiguous() for rows in (slots.keys, slots.values))
-    for one, other in zip(case.kernel(append=False), shuffled.kernel(append=False)):
-        assert one is None or torch.allclose(one, other, atol=1e-6)
-
-
 def test_decode_attention_refuses():
     case = Case.make(1, 2, 4, 64, 20, torch.float32, (5, 6), (1, 1))
     slots = case.state.exact
@@ -320,33 +333,6 @@ def test_num_programs_follows_the_device():
     assert [num_programs(64, 1040, sms) for sms in (108, 132, 148, 304)] == [2, 4, 4, 8]
 
 
-small = dict(
-    shape=st.sampled_from([(1, 1), (1, 2), (2, 1)]),
-    groups=st.integers(1, 16),
-    dim=st.sampled_from([16, 48, 64]),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    lengths=st.lists(st.integers(0, 23), min_size=1, max_size=4),
-    evicted=st.lists(st.integers(0, 5), min_size=1, max_size=4),
-    softcap=st.sampled_from([None, 2.0, 30.0]),
-    order=st.sampled_from([None, 0, 1]),
-    append=st.booleans(),
-    splits=st.sampled_from([1, 2, 4]),
-    seed=st.integers(0, 1000),
-    data=st.data(),
-)
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(**small, attention=st.booleans(), spread=st.sampled_from([0.0, 1.0, 30.0]))
-def test_decode_attention_property(
-    shape, groups, dim, dtype, lengths, evicted, softcap, order, append, splits, seed, data, attention, spread
-):
-    with states.splits(splits):
-        case = Case.make(*shape, groups, dim, 24, dtype, lengths, evicted, spread=spread, seed=seed)
-        case.state.sink_logits = data.draw(states.sinks(shape[1] * groups), "sinks")
-        check(case, softcap, order, append, attention)
-
-
 def check_vector(case, approx_slots, approx_lengths, softcap, order, append):
     """`check` with tokens that have no value; of their slots, unused ones are NaN at impossible positions."""
     batch, heads, _, dim = case.state.exact.keys.shape
@@ -365,20 +351,8 @@ def check_vector(case, approx_slots, approx_lengths, softcap, order, append):
     assert (workspace.tickets == 0).all()
 
 
-@pytest.mark.parametrize("name, dtype", covering(SHAPES, [torch.float32, torch.float16, torch.bfloat16], together=1))
+@pytest.mark.parametrize("name, dtype", covering(SHAPES, DTYPES, together=1))
 def test_vector_decode_shapes(name, dtype):
-    shape = SHAPES[name]
-    batch, heads, groups, dim, slots, lengths, evicted = shape
-    case = Case.make(batch, heads, groups, dim, slots, dtype, lengths, evicted)
+    *sizes, lengths, evicted = SHAPES[name]
+    case = Case.make(*sizes, dtype, lengths, evicted)
     check_vector(case, 70, (70, 0, 33, 1), None, 1, True)
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(**small, approx_lengths=st.lists(st.integers(0, 24), min_size=1, max_size=4))
-def test_vector_decode_property(
-    shape, groups, dim, dtype, lengths, evicted, softcap, order, append, splits, seed, data, approx_lengths
-):
-    with states.splits(splits):
-        case = Case.make(*shape, groups, dim, 24, dtype, lengths, evicted, seed=seed)
-        case.state.sink_logits = data.draw(states.sinks(shape[1] * groups), "sinks")
-        check_vector(case, 24, approx_lengths, softcap, order, append)

@@ -1,4 +1,4 @@
-"""evict against reference.select + compact, and moment_scores against reference.moment_residual.
+"""evict against reference.select + compact, moment_scores against reference.moment_residual, and signals of slots.
 
 Which tokens stay must agree exactly. The moments may differ from fp64 by twice the error of the fp32 reference.
 """
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from fastkv import FastKVError, reference
 from fastkv.kernels import evict as module
+from fastkv.kernels import slot_signals
 from fastkv.kernels.evict import evict
 from fastkv.kernels.moment_scores import moment_scores
-from fastkv.reference import LayerState, Moments
+from fastkv.reference import Centroids, LayerState, Moments
 
 from .conftest import examples
 from .pairwise import covering
@@ -178,23 +179,6 @@ def test_evict_many_before_and_outlying_means():
     check(Case.make(1, 1, 64, 40, torch.float32, (40,), (0,), mean=20.0), 24)
 
 
-def test_evict_does_what_repeated_single_evictions_do():
-    """The moments of a set do not depend on how it arrived."""
-    together = Case.make(1, 1, 64, 40, torch.float32, (40,), (6,))
-    single = Case.make(1, 1, 64, 40, torch.float32, (40,), (6,))
-    together.kernel(24)
-    for tokens in range(39, 23, -1):
-        # Scores belong to tokens: look them up again, since slots have moved.
-        fresh = Case.make(1, 1, 64, 40, torch.float32, (40,), (6,))
-        places, scores = fresh.state.exact.positions[0, 0].long(), fresh.scores[0, 0]
-        by_position = torch.zeros(100, device=DEVICE).scatter_(0, places, scores)
-        single.scores = by_position[single.state.exact.positions.long()]
-        single.kernel(tokens)
-    assert torch.allclose(together.state.moments.cross, single.state.moments.cross, atol=1e-4)
-    stored = (sorted(case.state.exact.positions[0, 0, :24].tolist()) for case in (together, single))
-    assert next(stored) == next(stored)
-
-
 def test_evict_refuses():
     case = Case.make(1, 1, 64, 100, torch.float32, (30,), (6,))
     with pytest.raises(FastKVError, match="at most 64"):
@@ -202,33 +186,6 @@ def test_evict_refuses():
     case.scores = case.scores.expand(2, 1, 100)
     with pytest.raises(FastKVError, match="scores must have shape"):
         case.kernel(90)
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(
-    batch=st.integers(1, 2),
-    heads=st.integers(1, 2),
-    dim=st.sampled_from([16, 48]),
-    slots=st.integers(1, 40),
-    excess=st.integers(0, 20),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4),
-    evicted=st.lists(st.integers(0, 5), min_size=1, max_size=4),
-    scores=st.sampled_from(["normal", "ties", "equal"]),
-    sinks=st.integers(0, 8),
-    recent=st.integers(0, 50),
-    order=st.sampled_from([None, 0, 1]),
-    scan=st.sampled_from([16, 2048]),
-    seed=st.integers(0, 1000),
-)
-def test_evict_property(
-    batch, heads, dim, slots, excess, dtype, lengths, evicted, scores, sinks, recent, order, scan, seed
-):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MAX_SCAN", scan)
-        lengths = [min(length, slots) for length in lengths]
-        case = Case.make(batch, heads, dim, slots, dtype, lengths, evicted, scores=scores, seed=seed)
-        check(case, max(slots - excess, 0), sinks, recent, order)
 
 
 def check_scores(case, attention, matrix, means, scale=0.2):
@@ -288,3 +245,33 @@ def test_moment_scores_property(batch, heads, dim, slots, dtype, lengths, evicte
     lengths = [min(length, slots) for length in lengths]
     case = Case.make(batch, heads, dim, slots, dtype, lengths, evicted, seed=seed)
     check_scores(case, attention, matrix, means)
+
+
+def uniform(*shape, seed=0):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    slots=st.integers(1, 40),
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    seen=st.lists(st.integers(0, 90), min_size=2, max_size=2),
+    attention=st.booleans(),
+    parts=st.booleans(),
+    spare=st.integers(1, 20),
+)
+def test_slot_signals(slots, lengths, seen, attention, parts, spare):
+    """Bit for bit; what slots received is zero afterwards."""
+    held = torch.tensor([min(lengths[i % len(lengths)], slots) for i in range(4)]).view(2, 2).int().to(DEVICE)
+    positions = (uniform(2, 2, slots) * 90).int()
+    state = make_state(
+        torch.zeros(2, 2, slots, 16, device=DEVICE), torch.zeros(2, 2, slots, 16, device=DEVICE), held, positions,
+        torch.tensor(seen, device=DEVICE), attention=uniform(2, 2, slots, seed=1) if attention else None,
+        parts=Centroids.empty(2, 2, 4, 16, 16, DEVICE) if parts else None,
+    )  # fmt: skip
+    spec, twin = make_spec(spare=spare, sinks=2, recent=5), copied(state)
+    with uninitialised_is_nan():
+        found = slot_signals.slot_signals(positions, state, spec)
+    for mine, theirs in zip(found, reference.slot_signals(positions, twin, spec), strict=True):
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    assert state.exact.attention is None or not state.exact.attention.any()

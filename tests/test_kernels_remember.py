@@ -170,14 +170,6 @@ def test_always_the_same_bits(most):
         assert torch.equal(one, same) and torch.equal(one[1:, 1:], mine)
 
 
-def test_neighbours_that_lose_more_change_nothing():
-    """A head's centroids do not depend on how wide the block is."""
-    parts, tokens = parts_of(1, 1, 6, 32, 15), candidates(1, 1, 60, 32, (20,))
-    tight, wide = joined("triton", parts, tokens, 20), joined("triton", parts, tokens, 60)
-    for one, other in zip(tight.tensors(), wide.tensors()):
-        assert torch.equal(one, other)
-
-
 def test_rows_of_a_block_lie_anywhere():
     """Candidates as the model's projections leave them: heads side by side."""
     tokens = candidates(1, 2, 30, 32, (20, 9))

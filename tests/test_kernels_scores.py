@@ -24,6 +24,8 @@ from .states import sinks
 
 # The interpreter truncates fp32 to bf16 where the GPU rounds; nothing here casts to bf16, so bf16 inputs are exact too.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MASKS = ("none", "left", "scattered", "one", "empty")
+ANCHORS, DISTANCES = ("mean", "normalized_mean"), ("cosine", "dot", "euclidean")
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 
@@ -47,194 +49,253 @@ def make_mask(kind, batch, heads, num, seed=0):
     return None if kind == "none" else mask
 
 
-MASKS = ("none", "left", "scattered", "one", "empty")
+def every(mask, keys):
+    """The mask, all of the keys where there is none."""
+    return torch.ones(keys.shape[:3], dtype=torch.bool) if mask is None else mask
 
 
 def hide(keys, mask):
     return keys if mask is None else keys.masked_fill(~mask[..., None], float("nan"))
 
 
-def close(got, exact, plain, tiny=3e-6):
-    """got is as near to the float64 result as the same-dtype torch computation, within a factor of two."""
+def close(got, specified, tiny=1e-6):
+    """got is as near to the float64 result as the same-dtype torch computation, within a factor of two.
+
+    Args: specified: the specification, as a function of the dtype that it computes in.
+    """
+    exact, plain = specified(torch.float64), specified(torch.float32)
     assert got.dtype == torch.float32 and got.isfinite().all()
-    if not exact.numel():
-        return
-    allowed = 2 * (plain.double() - exact).abs().max() + tiny * (1 + exact.abs().max())
-    assert (got.double() - exact).abs().max() <= allowed
+    if exact.numel():
+        allowed = 2 * (plain.double() - exact).abs().max() + tiny * (1 + exact.abs().max())
+        assert (got.double() - exact).abs().max() <= allowed
+    return got
+
+
+# One problem of each kernel.
+
+
+def keydiff(batch=2, heads=2, num=37, dim=64, dtype=torch.float32, kind="left", seed=0, anchor="mean",
+            distance="cosine", size=1.0):  # fmt: skip
+    keys, mask = tokens(batch, heads, num, dim, dtype, seed, size=size), make_mask(kind, batch, heads, num, seed)
+    given = {"anchor": anchor, "distance": distance, "mask": mask}
+    got, real = key_scores.keydiff_scores(keys=hide(keys, mask), **given), every(mask, keys)
+    assert (got[~real] == 0).all()
+    close(got, lambda to: torch.where(real, reference.keydiff_scores(keys.to(to), **given), 0), 3e-6)
+
+
+def manifold(batch=2, heads=1, num=71, dim=64, dtype=torch.float32, kind="left", seed=0, window=None, metric="l2",
+             shift=0.0, tiny=3e-6):  # fmt: skip
+    keys, mask = tokens(batch, heads, num, dim, dtype, seed, shift), make_mask(kind, batch, heads, num, seed)
+    got = key_scores.manifold_scores(keys=hide(keys, mask), window=window, metric=metric, mask=mask)
+    close(got, lambda to: geometry.manifold_scores(keys.to(to), window, metric, mask=mask), tiny)
+
+
+def window(batch=2, heads=1, groups=2, num=50, dim=64, dtype=torch.float32, kind="left", softcap=None, seed=0,
+           asking=8, mass=True, padding=True, size=1.0, scale=0.125):  # fmt: skip
+    """The second row's first queries are padding; a query head of the first has evicted nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    q = tokens(batch, heads * groups, asking, dim, dtype, seed + 1, size=size)
+    keys, valid = tokens(batch, heads, num, dim, dtype, seed + 2), make_mask(kind, batch, heads, num, seed)
+    positions = torch.rand(batch, heads, 2 * num, generator=generator).argsort(-1)[..., :num].to(torch.int32)
+    query_positions = torch.randint(0, 2 * num, (batch, asking), generator=generator)
+    query_valid = torch.ones(batch, asking, dtype=torch.bool)
+    query_valid[-1, : (asking + 1) // 2 if padding else 0] = False
+    log_mass = torch.randn(batch, heads * groups, asking, generator=generator) if mass else None
+    if mass:
+        log_mass[0, 0] = -float("inf")
+    visible = every(valid, keys)[:, :, None] & (positions[:, :, None] <= query_positions[:, None, :, None])
+    got = window_scores.window_scores(
+        q=q, keys=hide(keys, valid), scale=scale, softcap=softcap, positions=positions,
+        query_positions=query_positions, valid=valid, query_valid=query_valid, log_mass=log_mass,
+    )  # fmt: skip
+    given = {"visible": visible, "query_valid": query_valid}
+
+    def specified(to):
+        known = None if log_mass is None else log_mass.to(to)
+        return reference.window_attention(q.to(to), keys.to(to), scale, softcap, **given, log_mass=known)
+
+    close(got, specified)
+
+
+def expected(batch=2, heads=2, groups=2, num=45, dim=64, dtype=torch.float32, kind="left", seed=0, size=1.0,
+             scale=0.125):  # fmt: skip
+    keys, generator = tokens(batch, heads, num, dim, dtype, seed, size=size), torch.Generator().manual_seed(1)
+    mean = torch.randn(batch, groups * heads, 1, dim, generator=generator)
+    root = torch.randn(batch, groups * heads, dim, dim, generator=generator)
+    covariance, valid = root @ root.mT / dim, every(make_mask(kind, batch, heads, num, seed), keys)
+    got = expected_attention.expected_attention(hide(keys, valid), mean, covariance, scale, valid=valid)
+    assert (got[~valid] == 0).all()
+    close(got, lambda to: reference.expected_attention(keys, mean.to(to), covariance.to(to), scale, valid=valid))
+
+
+def mass(batch=2, heads=1, groups=2, num=45, dim=64, dtype=torch.float32, kind="left", softcap=None, seed=0, chunk=16,
+         sink_logits=None, size=1.0, scale=0.125):  # fmt: skip
+    q, keys = (
+        tokens(batch, heads * groups, num, dim, dtype, seed, size=size),
+        tokens(batch, heads, num, dim, dtype, seed + 1),
+    )
+    given = {"softcap": softcap, "mask": make_mask(kind, batch, heads, num, seed), "sink_logits": sink_logits}
+    keys_given = hide(keys, given["mask"])
+    got = noncausal_mass.noncausal_attention_mass(q=q, keys=keys_given, scale=scale, chunk=chunk, **given)
+    close(got, lambda to: geometry.noncausal_attention_mass(q.to(to), keys.to(to), scale, chunk, **given))
+
+
+def peaks(batch=2, heads=1, groups=2, num=75, dim=64, dtype=torch.float32, kind="left", softcap=None, seed=0, asking=37,
+          asked=None, sink_logits=None, scale=0.125):  # fmt: skip
+    q, keys = tokens(batch, heads * groups, asking, dim, dtype, seed), tokens(batch, heads, num, dim, dtype, seed + 1)
+    valid = every(make_mask(kind, batch, heads, num, seed), keys)
+    asked = torch.ones(batch, asking, dtype=torch.bool) if asked is None else asked
+    keys, given = hide(keys, valid), {"valid": valid, "asked": asked, "sink_logits": sink_logits}
+    q[~asked[:, None].expand(q.shape[:3])] = 100.0
+    got = peak_attention.peak_attention(q, keys, scale, softcap, **given)
+    assert (got[~valid] == 0).all()
+    return close(got, lambda to: reference.peak_attention(q.to(to), keys.to(to), scale, softcap, **given))
+
+
+def attended(batch=2, heads=2, groups=3, num=75, dim=64, dtype=torch.float32, kind="none", softcap=None, seed=0):
+    """Keys are not masked here."""
+    q, keys = tokens(batch, heads * groups, 70, dim, dtype, seed), tokens(batch, heads, num, dim, dtype, seed + 1)
+    lse = 4 + torch.randn(batch, heads * groups, 70, generator=torch.Generator().manual_seed(2))
+    lse[-1, :, 60:] = torch.inf  # padding
+    got = peak_attention.most_attended(q, keys, lse, 0.125, softcap)
+    close(got, lambda to: reference.most_attended(q.to(to), keys.to(to), lse.to(to), 0.125, softcap))
+
+
+def lever(batch=2, heads=2, num=90, dim=64, dtype=torch.float32, kind="left", seed=0, size=8, method="cholesky",
+          centre=False, shift=1.0, tiny=1e-4):  # fmt: skip
+    keys, mask = tokens(batch, heads, num, dim, dtype, seed, shift), make_mask(kind, batch, heads, num, seed)
+    sketch = geometry.sketch_matrix(dim, size, kind="srht" if method == "srht" else "gaussian")
+    got = leverage.leverage_scores(keys=hide(keys, mask), sketch=sketch, mask=mask, centre=centre)
+    close(got, lambda to: geometry.leverage_scores(keys.to(to), size, method, mask=mask, centre=centre), tiny)
+
+
+OF_KEYS, OF_QUERIES = (keydiff, manifold, lever), (window, expected, mass, peaks, attended)
+each_kernel = pytest.mark.parametrize("kernel", (*OF_KEYS, *OF_QUERIES), ids=lambda kernel: kernel.__name__)
+SOFTCAPS = st.sampled_from([None, 3.0])
+OWN = {  # what else is drawn for a kernel
+    keydiff: {"anchor": st.sampled_from(ANCHORS), "distance": st.sampled_from(DISTANCES)},
+    manifold: {"window": st.none() | st.integers(1, 22), "metric": st.sampled_from(geometry.METRICS)},
+    window: {"asking": st.integers(1, 5), "mass": st.booleans(), "padding": st.booleans(), "softcap": SOFTCAPS},
+    expected: {},
+    mass: {"chunk": st.integers(1, 22), "softcap": SOFTCAPS},
+    peaks: {"asking": st.integers(1, 9), "softcap": SOFTCAPS},
+    attended: {"softcap": SOFTCAPS},
+}
+
+
+# All of them.
+
+
+@pytest.mark.parametrize(
+    "kernel, groups, dtype",
+    covering(
+        OF_QUERIES, [1, 3, 4, 7, 8], DTYPES, where=lambda kernel, groups, dtype: kernel != expected or groups != 8
+    ),
+)
+def test_groups(kernel, groups, dtype):
+    kernel(groups=groups, dtype=dtype)
+
+
+@pytest.mark.parametrize("dim", [16, 80, 96, 128, 256, 512])
+@each_kernel
+def test_head_dims(kernel, dim):
+    kernel(batch=1, num=65 if kernel in OF_KEYS else 40, dim=dim, dtype=torch.float16, kind="none")
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@each_kernel
+def test_masks(kernel, kind):
+    kernel(kind=kind)
+    if "softcap" in OWN.get(kernel, ()):
+        kernel(kind=kind, softcap=3.0)
+
+
+@pytest.mark.parametrize("kernel", OWN, ids=lambda kernel: kernel.__name__)
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    groups=st.sampled_from([1, 2, 3, 7]),
+    num=st.integers(1, 20),
+    kind=st.sampled_from(MASKS),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    seed=st.integers(0, 10**6),
+    data=st.data(),
+)
+def test_any_case(kernel, groups, num, kind, dtype, seed, data):
+    own = data.draw(st.fixed_dictionaries(OWN[kernel]))
+    if kernel in OF_QUERIES:
+        own["groups"] = groups
+    if kernel in (mass, peaks):
+        own["sink_logits"] = data.draw(sinks(groups))
+    if kernel == peaks:
+        own["asked"] = torch.rand(1, own["asking"], generator=torch.Generator().manual_seed(seed)) > 0.3
+    kernel(batch=1, heads=1, num=num, dim=16, kind=kind, dtype=dtype, seed=seed, **own)
 
 
 # KeyDiff and ManifoldKV
 
 
-def check_keydiff(keys, anchor, distance, mask):
-    args = {"anchor": anchor, "distance": distance}
-    got = key_scores.keydiff_scores(keys=hide(keys, mask), **args, mask=mask)
-    exact = reference.keydiff_scores(keys.double(), **args, mask=mask)
-    plain = reference.keydiff_scores(keys.float(), **args, mask=mask)
-    real = torch.ones(keys.shape[:3], dtype=torch.bool) if mask is None else mask
-    assert (got[~real] == 0).all()
-    close(got, torch.where(real, exact, 0), torch.where(real, plain, 0))
-
-
-def check_manifold(keys, window, metric, mask, tiny=3e-6):
-    got = key_scores.manifold_scores(keys=hide(keys, mask), window=window, metric=metric, mask=mask)
-    close(
-        got,
-        geometry.manifold_scores(keys.double(), window, metric, mask=mask),
-        geometry.manifold_scores(keys.float(), window, metric, mask=mask),
-        tiny,
-    )
-
-
-@pytest.mark.parametrize(
-    "distance, anchor, dtype", covering(["cosine", "dot", "euclidean"], ["mean", "normalized_mean"], DTYPES)
-)
+@pytest.mark.parametrize("distance, anchor, dtype", covering(DISTANCES, ANCHORS, DTYPES))
 def test_keydiff(anchor, distance, dtype):
-    for kind in MASKS if dtype == torch.float32 else ("left",):
-        check_keydiff(tokens(2, 2, 37, 64, dtype), anchor, distance, make_mask(kind, 2, 2, 37))
+    keydiff(anchor=anchor, distance=distance, dtype=dtype)
 
 
-@pytest.mark.parametrize("window, metric, dtype", covering([None, 16, 30, 500], geometry.METRICS, DTYPES))
-def test_manifold(metric, window, dtype):
-    for kind in MASKS if dtype == torch.float32 else ("left",):
-        check_manifold(tokens(2, 1, 71, 64, dtype), window, metric, make_mask(kind, 2, 1, 71))
-
-
-@pytest.mark.parametrize("dim", [16, 80, 96, 128, 256, 512])
-def test_key_scores_head_dims(dim):
-    check_keydiff(tokens(1, 2, 65, dim), "mean", "cosine", None)
-    check_manifold(tokens(1, 2, 65, dim), 32, "l2", None)
+@pytest.mark.parametrize("width, metric, dtype", covering([None, 16, 30, 500], geometry.METRICS, DTYPES))
+def test_manifold(metric, width, dtype):
+    manifold(window=width, metric=metric, dtype=dtype)
 
 
 @pytest.mark.parametrize("num", [1, 2, 63, 64, 129])
 def test_key_scores_odd_lengths(num):
-    check_keydiff(tokens(1, 1, num, 64), "mean", "cosine", None)
-    check_manifold(tokens(1, 1, num, 64), 5, "l1", None)
+    keydiff(1, 1, num, kind="none")
+    manifold(1, 1, num, kind="none", window=5, metric="l1")
 
 
 def test_splits_of_the_keys(monkeypatch):
     monkeypatch.setattr(key_scores, "LEAST_ROWS", 64)
+    monkeypatch.setattr(leverage, "LEAST_ROWS", 64)
     for kind in ("none", "left"):
-        check_keydiff(tokens(1, 2, 300, 64), "normalized_mean", "cosine", make_mask(kind, 1, 2, 300))
-        check_manifold(tokens(1, 2, 300, 64), None, "l2", make_mask(kind, 1, 2, 300))
-        check_manifold(tokens(1, 2, 300, 64), 140, "l2", make_mask(kind, 1, 2, 300))
+        keydiff(1, 2, 300, kind=kind, anchor="normalized_mean")
+        for width in (None, 140):
+            manifold(1, 2, 300, kind=kind, window=width)
+        for centre in (False, True):
+            lever(1, 2, 300, kind=kind, centre=centre, shift=0.0)
 
 
 def test_far_from_zero_nothing_cancels():
     """|k|^2 - 2 k.mu + |mu|^2 in fp32 would be wrong in the second digit here."""
-    check_manifold(tokens(1, 1, 90, 64, shift=3000.0), None, "l2", None, tiny=1e-4)  # the mean itself rounds at 3000
-    check_keydiff(tokens(1, 1, 90, 64, size=1e4), "mean", "cosine", None)
+    manifold(1, 1, 90, kind="none", shift=3000.0, tiny=1e-4)  # the mean itself rounds at 3000
+    keydiff(1, 1, 90, kind="none", size=1e4)
 
 
 def test_keydiff_ignores_length_and_manifold_does_not():
     keys = tokens(1, 1, 40, 64).contiguous()
     longer = keys.clone()
     longer[0, 0, 3] *= 4
-    normalised = {"anchor": "normalized_mean"}
-    torch.testing.assert_close(
-        key_scores.keydiff_scores(keys=keys, **normalised), key_scores.keydiff_scores(keys=longer, **normalised)
-    )
+    one, other = (key_scores.keydiff_scores(keys=rows, anchor="normalized_mean") for rows in (keys, longer))
+    torch.testing.assert_close(one, other)
     assert key_scores.manifold_scores(keys=longer)[0, 0, 3] > 3 * key_scores.manifold_scores(keys=keys)[0, 0, 3]
-
-
-def test_other_anchors_are_refused():
-    for anchor in ("median", "pairwise"):
-        with pytest.raises(FastKVError, match=r"use reference\.keydiff_scores"):
-            key_scores.keydiff_scores(keys=tokens(1, 1, 4, 16), anchor=anchor)
-    with pytest.raises(FastKVError, match="metric must be one of"):
-        key_scores.manifold_scores(keys=tokens(1, 1, 4, 16), metric="l7")
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(
-    num=st.integers(1, 20),
-    window=st.one_of(st.none(), st.integers(1, 22)),
-    metric=st.sampled_from(geometry.METRICS),
-    anchor=st.sampled_from(["mean", "normalized_mean"]),
-    distance=st.sampled_from(["cosine", "dot", "euclidean"]),
-    mask=st.sampled_from(MASKS),
-    seed=st.integers(0, 10**6),
-)
-def test_key_scores_any_case(num, window, metric, anchor, distance, mask, seed):
-    keys, mask = tokens(1, 2, num, 16, seed=seed), make_mask(mask, 1, 2, num, seed)
-    check_keydiff(keys, anchor, distance, mask)
-    check_manifold(keys, window, metric, mask)
 
 
 # SnapKV and TOVA
 
 
-def window_case(batch=2, heads=1, groups=2, dim=64, num=50, window=8, dtype=torch.float32, mask="left", size=1.0,
-                mass=True, padding=True, seed=0):  # fmt: skip
-    generator = torch.Generator().manual_seed(seed)
-    q = tokens(batch, heads * groups, window, dim, dtype, seed + 1, size=size)
-    positions = torch.rand(batch, heads, 2 * num, generator=generator).argsort(-1)[..., :num].to(torch.int32)
-    query_positions = torch.randint(0, 2 * num, (batch, window), generator=generator)
-    query_valid = torch.ones(batch, window, dtype=torch.bool)
-    if padding:
-        query_valid[-1, : (window + 1) // 2] = False
-    log_mass = torch.randn(batch, heads * groups, window, generator=generator) if mass else None
-    if mass:
-        log_mass[0, 0] = -float("inf")
-    valid = make_mask(mask, batch, heads, num, seed)
-    return q, tokens(batch, heads, num, dim, dtype, seed + 2), positions, query_positions, valid, query_valid, log_mass
-
-
-def check_window(q, keys, positions, query_positions, valid, query_valid, log_mass, scale=0.125, softcap=None):
-    real = torch.ones(keys.shape[:3], dtype=torch.bool) if valid is None else valid
-    visible = real[:, :, None] & (positions[:, :, None] <= query_positions[:, None, :, None])
-
-    def wanted(dtype):
-        mass = None if log_mass is None else log_mass.to(dtype)
-        return reference.window_attention(
-            q.to(dtype), keys.to(dtype), scale, softcap, visible=visible, query_valid=query_valid, log_mass=mass
-        )
-
-    got = window_scores.window_scores(
-        q=q,
-        keys=hide(keys, valid),
-        scale=scale,
-        softcap=softcap,
-        positions=positions,
-        query_positions=query_positions,
-        valid=valid,
-        query_valid=query_valid,
-        log_mass=log_mass,
-    )
-    close(got, wanted(torch.float64), wanted(torch.float32), tiny=1e-6)
-    return got
-
-
-@pytest.mark.parametrize("groups, dtype", covering([1, 3, 4, 7, 8], DTYPES, together=1))
-def test_window_groups(groups, dtype):
-    check_window(*window_case(groups=groups, dtype=dtype))
-
-
-@pytest.mark.parametrize("dim", [80, 96, 128, 256, 512])
-def test_window_head_dims(dim):
-    check_window(*window_case(dim=dim, dtype=torch.float16))
-
-
-@pytest.mark.parametrize("mask", MASKS)
-def test_window_masks(mask):
-    check_window(*window_case(mask=mask), softcap=4.0)
-    check_window(*window_case(mask=mask, mass=False, padding=False))
-
-
-@pytest.mark.parametrize("window, num", [(1, 1), (1, 130), (32, 7), (40, 200)])
-def test_window_sizes(window, num):
+@pytest.mark.parametrize("asking, num", [(1, 1), (1, 130), (32, 7), (40, 200)])
+def test_window_sizes(asking, num):
     """TOVA is a window of one query; more queries than keys, and several tiles of rows, are fine."""
-    check_window(*window_case(batch=1, groups=3, window=window, num=num, padding=window > 1))
+    window(batch=1, groups=3, asking=asking, num=num, padding=asking > 1)
+    window(groups=3, asking=asking, num=num, mass=False, padding=False)
 
 
 @pytest.mark.parametrize("size", [1e3, 1e4])
-def test_window_huge_logits(size):
-    check_window(*window_case(size=size, mass=False))
+def test_huge_logits(size):
+    window(size=size, mass=False)
+    mass(num=50, size=size, chunk=20, kind="none")
+    expected(batch=1, heads=1, num=40, kind="none", size=30.0)
 
 
 def test_window_splits_of_the_keys(monkeypatch):
     monkeypatch.setattr(window_scores, "LEAST_KEYS", 64)
-    check_window(*window_case(num=200))
+    window(num=200)
 
 
 def test_window_with_everything_visible():
@@ -249,170 +310,51 @@ def test_window_with_everything_visible():
     torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=1e-5)
 
 
-@settings(max_examples=examples(200), deadline=None)
-@given(
-    groups=st.sampled_from([1, 2, 3, 7]),
-    window=st.integers(1, 5),
-    num=st.integers(1, 14),
-    mask=st.sampled_from(MASKS),
-    mass=st.booleans(),
-    padding=st.booleans(),
-    softcap=st.sampled_from([None, 3.0]),
-    dtype=st.sampled_from([torch.float32, torch.float16]),
-    seed=st.integers(0, 10**6),
-)
-def test_window_any_case(groups, window, num, mask, mass, padding, softcap, dtype, seed):
-    case = window_case(1, 1, groups, 16, num, window, dtype, mask, 1.0, mass, padding, seed)
-    check_window(*case, 0.3, softcap)
-
-
 # Expected Attention, and z-scores
 
 
-def check_expected(keys, groups, mask, scale=0.125):
-    batch, heads, num, dim = keys.shape
-    generator = torch.Generator().manual_seed(1)
-    mean = torch.randn(batch, groups * heads, 1, dim, generator=generator)
-    root = torch.randn(batch, groups * heads, dim, dim, generator=generator)
-    covariance, valid = root @ root.mT / dim, make_mask("none" if mask is None else mask, batch, heads, num)
-    valid = torch.ones(batch, heads, num, dtype=torch.bool) if valid is None else valid
-    got = expected_attention.expected_attention(hide(keys, valid), mean, covariance, scale, valid=valid)
-    wanted = (
-        reference.expected_attention(keys, mean.to(d), covariance.to(d), scale, valid=valid)
-        for d in (torch.float64, torch.float32)
-    )
-    close(got, *wanted, tiny=1e-6)
-    assert (got[~valid] == 0).all()
+@pytest.mark.parametrize("kind", MASKS)
+def test_weights_of_several_tiles(kind, monkeypatch):
+    monkeypatch.setattr(expected_attention, "BLOCK", 64)
+    expected(2, 1, num=150, dim=16, kind=kind)
 
 
-@pytest.mark.parametrize("groups, dtype", covering([1, 3, 4, 7], DTYPES, together=1))
-def test_expected_attention_of_groups(groups, dtype):
-    check_expected(tokens(2, 2, 45, 64, dtype), groups, "scattered")
-
-
-@pytest.mark.parametrize("dim", [16, 80, 96, 128, 256, 512])
-def test_expected_attention_of_head_dims(dim):
-    check_expected(tokens(1, 1, 40, dim, torch.float16), 2, None)
-
-
-@pytest.mark.parametrize("mask", MASKS)
-def test_expected_attention_of_masks(mask, monkeypatch):
-    monkeypatch.setattr(expected_attention, "BLOCK", 64)  # weights of several tiles
-    check_expected(tokens(2, 1, 150, 16), 2, mask)
-
-
-def test_expected_attention_of_large_logits():
-    check_expected(tokens(1, 1, 40, 64, size=30.0), 2, None)
-
-
-def check_z(scores, mask):
-    got = z_scores.z_scores(scores.masked_fill(~mask, float("nan")), mask)
-    wanted = (reference.z_scores(scores.to(dtype), mask) for dtype in (torch.float64, torch.float32))
-    close(got, *wanted)
-    assert (got[~mask.expand_as(got)] == 0).all()
-
-
-@pytest.mark.parametrize("mask", MASKS)
-def test_z_scores(mask, monkeypatch):
+@pytest.mark.parametrize("kind", MASKS)
+def test_z_scores(kind, monkeypatch):
     monkeypatch.setattr(z_scores, "BLOCK", 32)
     scores = torch.randn(3, 2, 2, 75, generator=torch.Generator().manual_seed(0)) + 5
     scores[1] = 0.3  # all equal
     scores[2] *= 1e4
-    mask = make_mask(mask, 2, 2, 75)
-    check_z(scores, torch.ones(2, 2, 75, dtype=torch.bool) if mask is None else mask)
+    mask = every(make_mask(kind, 2, 2, 75), scores[0])
+    got = z_scores.z_scores(scores.masked_fill(~mask, float("nan")), mask)
+    close(got, lambda to: reference.z_scores(scores.to(to), mask), 3e-6)
+    assert (got[~mask.expand_as(got)] == 0).all()
 
 
-def test_z_scores_refuse_a_mask_of_another_shape():
-    with pytest.raises(FastKVError, match="end in the shape of the mask"):
-        z_scores.z_scores(torch.zeros(3, 2, 2, 5), torch.ones(1, 2, 5, dtype=torch.bool))
+# Compactor
 
 
-# Compactor: non-causal attention
+@pytest.mark.parametrize("chunk", [7, 64, 1000])
+def test_chunks(chunk):
+    mass(num=75, chunk=chunk, softcap=3.0)
 
 
-def check_mass(q, keys, chunk, mask, scale=0.125, softcap=None, sink_logits=None):
-    given = dict(softcap=softcap, mask=mask, sink_logits=sink_logits)
-    got = noncausal_mass.noncausal_attention_mass(q=q, keys=hide(keys, mask), scale=scale, chunk=chunk, **given)
-    wanted = [
-        geometry.noncausal_attention_mass(q.to(d), keys.to(d), scale, chunk, **given)
-        for d in (torch.float64, torch.float32)
-    ]
-    close(got, *wanted, tiny=1e-6)
-    return got
-
-
-@pytest.mark.parametrize("groups, dtype", covering([1, 3, 4, 7, 8], DTYPES, together=1))
-def test_mass_groups(groups, dtype):
-    check_mass(tokens(1, 2 * groups, 45, 64, dtype), tokens(1, 2, 45, 64, dtype, 1), 16, None)
-
-
-@pytest.mark.parametrize("softcap, chunk, kind", covering([None, 3.0], [7, 64, 1000], MASKS, together=1))
-def test_mass_chunks_and_masks(chunk, kind, softcap):
-    check_mass(tokens(2, 2, 75, 64), tokens(2, 1, 75, 64, seed=1), chunk, make_mask(kind, 2, 1, 75), softcap=softcap)
-
-
-@pytest.mark.parametrize("dim", [80, 96, 128, 256, 512])
-def test_mass_head_dims(dim):
-    check_mass(tokens(1, 2, 40, dim, torch.float16), tokens(1, 1, 40, dim, torch.float16, 1), 32, None)
-
-
-@pytest.mark.parametrize("kind", MASKS)
-def test_mass_in_two_passes(kind, monkeypatch):
+@pytest.mark.parametrize("kind, sizes", covering(MASKS, [(70, 64), (200, 256), (140, 512)], together=1))
+def test_mass_in_two_passes(kind, sizes, monkeypatch):
     monkeypatch.setattr(noncausal_mass, "ON_CHIP", 0)
-    for chunk, dim in ((70, 64), (200, 256), (140, 512)):
-        check_mass(tokens(2, 2, 150, dim), tokens(2, 1, 150, dim, seed=1), chunk, make_mask(kind, 2, 1, 150))
+    mass(num=150, dim=sizes[1], chunk=sizes[0], kind=kind)
+    mass(1, 1, num=14, dim=16, chunk=5, kind=kind, softcap=2.0, sink_logits=torch.tensor([-torch.inf, 1.0]))
 
 
-def test_mass_of_a_long_chunk():
-    check_mass(tokens(1, 1, 300, 64), tokens(1, 1, 300, 64, seed=1), 256, None)
-    check_mass(tokens(1, 1, 300, 64), tokens(1, 1, 300, 64, seed=1), 280, None)
-
-
-@pytest.mark.parametrize("size", [1e3, 1e4])
-def test_mass_huge_logits(size):
-    check_mass(tokens(1, 2, 50, 64, size=size), tokens(1, 1, 50, 64, seed=1), 20, None)
+@pytest.mark.parametrize("chunk", [256, 280])
+def test_mass_of_a_long_chunk(chunk):
+    mass(1, groups=1, num=300, chunk=chunk, kind="none")
 
 
 def test_ragged_tail_is_not_favoured():
     keys = tokens(1, 1, 1, 64).expand(1, 1, 37, 64)
-    mass = noncausal_mass.noncausal_attention_mass(q=tokens(1, 2, 37, 64), keys=keys, scale=0.1, chunk=16)
-    torch.testing.assert_close(mass, torch.ones_like(mass))
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(
-    groups=st.sampled_from([1, 2, 3]),
-    num=st.integers(1, 14),
-    chunk=st.integers(1, 22),
-    mask=st.sampled_from(MASKS),
-    single=st.booleans(),
-    softcap=st.sampled_from([None, 2.0]),
-    seed=st.integers(0, 10**6),
-    data=st.data(),
-)
-def test_mass_any_case(groups, num, chunk, mask, single, softcap, seed, data):
-    before = noncausal_mass.ON_CHIP
-    noncausal_mass.ON_CHIP = before if single else 0
-    try:
-        q, keys = tokens(1, groups, num, 16, seed=seed), tokens(1, 1, num, 16, seed=seed + 1)
-        check_mass(q, keys, chunk, make_mask(mask, 1, 1, num, seed), 0.3, softcap, data.draw(sinks(groups), "sinks"))
-    finally:
-        noncausal_mass.ON_CHIP = before
-
-
-# Compactor: leverage
-
-
-def check_leverage(keys, size, mask, method="cholesky", centre=False, tiny=1e-4):
-    kind = "srht" if method == "srht" else "gaussian"
-    sketch = geometry.sketch_matrix(keys.shape[-1], size, kind=kind)
-    got = leverage.leverage_scores(keys=hide(keys, mask), sketch=sketch, mask=mask, centre=centre)
-    exact, plain = (
-        geometry.leverage_scores(keys.to(d), size, method, mask=mask, centre=centre)
-        for d in (torch.float64, torch.float32)
-    )
-    close(got, exact, plain, tiny)
-    return got
+    found = noncausal_mass.noncausal_attention_mass(q=tokens(1, 2, 37, 64), keys=keys, scale=0.1, chunk=16)
+    torch.testing.assert_close(found, torch.ones_like(found))
 
 
 @pytest.mark.parametrize("centre", [False, True])
@@ -426,31 +368,27 @@ def test_leverage_of_equal_and_nearly_equal_keys(centre):
         assert score.sum() <= left / (left + 1e-12)
     else:
         torch.testing.assert_close(score.sum(), torch.tensor(1.0), atol=2e-2, rtol=0)
-    check_leverage(tokens(1, 1, 200, 64, shift=1000.0), 16, None, centre=True, tiny=5e-3)
+    lever(1, 1, 200, kind="none", centre=True, shift=1000.0, tiny=5e-3)
 
 
 @pytest.mark.parametrize("centre, kind, dtype", covering([False, True], MASKS, DTYPES))
 def test_leverage(kind, dtype, centre):
-    check_leverage(tokens(2, 2, 90, 64, dtype, shift=1.0), 24, make_mask(kind, 2, 2, 90), centre=centre)
+    lever(dtype=dtype, size=24, kind=kind, centre=centre)
 
 
 @pytest.mark.parametrize(
-    "dim, size, method",
-    [(80, 64, "srht"), (96, 16, "cholesky"), (128, 64, "srht"), (256, 100, "cholesky"), (512, 64, "srht")],
+    "dim, size, method, dtype",
+    [
+        (80, 64, "srht", torch.float16),
+        (128, 64, "srht", torch.float16),
+        (256, 100, "cholesky", torch.float16),
+        (512, 64, "srht", torch.float16),
+        (128, 100, "cholesky", torch.float32),
+        (256, 64, "cholesky", torch.float32),
+    ],
 )
-def test_leverage_head_dims(dim, size, method):
-    check_leverage(tokens(1, 2, 150, dim, torch.float16), size, None, method)
-
-
-@pytest.mark.parametrize("dim, size", [(128, 100), (256, 64)])
-def test_leverage_of_wide_sketches_in_float32(dim, size):
-    check_leverage(tokens(1, 2, 70, dim), size, None)
-
-
-def test_leverage_splits_of_the_keys(monkeypatch):
-    monkeypatch.setattr(leverage, "LEAST_ROWS", 64)
-    for centre in (False, True):
-        check_leverage(tokens(1, 2, 300, 64), 16, make_mask("left", 1, 2, 300), centre=centre)
+def test_leverage_of_wide_sketches(dim, size, method, dtype):
+    lever(1, 2, 150 if dtype == torch.float16 else 70, dim, dtype, "none", size=size, method=method, shift=0.0)
 
 
 @pytest.mark.parametrize("num, rank", [(5, 64), (1, 64), (200, 3), (200, 0)])
@@ -465,51 +403,37 @@ def test_leverage_survives_rank_deficiency(num, rank):
 
 
 def test_unsketched_leverage_sums_to_the_rank_and_survives_maps():
-    keys = tokens(1, 2, 200, 64)
+    keys, sketch = tokens(1, 2, 200, 64), torch.eye(64)
     turn = torch.eye(64) + 0.1 * torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
-    score = leverage.leverage_scores(keys=keys, sketch=torch.eye(64))
-    torch.testing.assert_close(score.sum(-1), torch.full((1, 2), 64.0), atol=1e-2, rtol=0)
-    torch.testing.assert_close(
-        score, leverage.leverage_scores(keys=keys @ turn, sketch=torch.eye(64)), atol=1e-4, rtol=0
-    )
+    one, other = (leverage.leverage_scores(keys=rows, sketch=sketch) for rows in (keys, keys @ turn))
+    torch.testing.assert_close(one.sum(-1), torch.full((1, 2), 64.0), atol=1e-2, rtol=0)
+    torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
 
 
 def test_leverage_of_outlier_channels():
     """Six channels at 20 sigma make the columns of X nearly parallel: the condition number that Gram squares."""
     keys = tokens(1, 1, 400, 128).contiguous()
     keys[..., :6] += 20
-    got = check_leverage(keys, 64, None, tiny=5e-3)
-    exact = geometry.leverage_scores(keys.double(), 64)
-    order, wanted = got.argsort(-1).argsort(-1).double(), exact.argsort(-1).argsort(-1).double()
-    assert torch.corrcoef(torch.stack([order.flatten(), wanted.flatten()]))[0, 1] > 0.999
-
-
-def test_leverage_refuses_a_wide_sketch():
-    with pytest.raises(FastKVError, match="at most 128 columns"):
-        leverage.leverage_scores(keys=tokens(1, 1, 4, 128), sketch=torch.ones(128, 256))
-    for dim, dtype in ((256, torch.float32), (512, torch.float16)):
-        with pytest.raises(FastKVError, match=f"at most 64 columns for {dtype} of size {dim}"):
-            leverage.leverage_scores(keys=tokens(1, 1, 4, dim, dtype), sketch=torch.ones(dim, 65))
+    got = leverage.leverage_scores(keys=keys, sketch=geometry.sketch_matrix(128, 64))
+    close(got, lambda to: geometry.leverage_scores(keys.to(to), 64), 5e-3)
+    ranks = [score.argsort(-1).argsort(-1).double() for score in (got, geometry.leverage_scores(keys.double(), 64))]
+    assert torch.corrcoef(torch.stack([rank.flatten() for rank in ranks]))[0, 1] > 0.999
 
 
 @settings(max_examples=examples(200), deadline=None)
 @given(
     num=st.integers(1, 40),
     size=st.integers(1, 16),
-    mask=st.sampled_from(MASKS),
+    kind=st.sampled_from(MASKS),
     method=st.sampled_from(["cholesky", "srht"]),
     centre=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.float16]),
     seed=st.integers(0, 10**6),
 )
-def test_leverage_any_case(num, size, mask, method, centre, dtype, seed):
-    keys, mask = tokens(1, 2, num, 16, dtype, seed), make_mask(mask, 1, 2, num, seed)
-    got = leverage.leverage_scores(
-        keys=hide(keys, mask),
-        sketch=geometry.sketch_matrix(16, size, kind="srht" if method == "srht" else "gaussian"),
-        mask=mask,
-        centre=centre,
-    )
+def test_leverage_any_case(num, size, kind, method, centre, dtype, seed):
+    keys, mask = tokens(1, 2, num, 16, dtype, seed), make_mask(kind, 1, 2, num, seed)
+    sketch = geometry.sketch_matrix(16, size, kind="srht" if method == "srht" else "gaussian")
+    got = leverage.leverage_scores(keys=hide(keys, mask), sketch=sketch, mask=mask, centre=centre)
     exact = geometry.leverage_scores(keys.double(), None if size >= 16 else size, method, mask=mask, centre=centre)
     real = num if mask is None else int(mask.sum(-1).min())
     assert got.isfinite().all() and got.min() >= 0
@@ -518,72 +442,35 @@ def test_leverage_any_case(num, size, mask, method, centre, dtype, seed):
         assert (got - exact).abs().max() < 1e-3
 
 
-# FastKV and KVzip: the largest attention
-
-
-def check_peaks(q, keys, valid, asked=None, softcap=None, sink_logits=None, scale=0.125):
-    asked = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool) if asked is None else asked
-    given = dict(asked=asked, sink_logits=sink_logits)
-    valid = torch.ones(keys.shape[:3], dtype=torch.bool) if valid is None else valid
-    got = peak_attention.peak_attention(q, hide(keys, valid), scale, softcap, valid=valid, **given)
-    wanted = [
-        reference.peak_attention(q.to(d), hide(keys, valid).to(d), scale, softcap, valid=valid, **given)
-        for d in (torch.float64, torch.float32)
-    ]
-    close(got, *wanted, tiny=1e-6)
-    assert (got[~valid] == 0).all()
-    return got
-
-
-@pytest.mark.parametrize("groups, dtype", covering([1, 3, 4, 7, 8], DTYPES, together=1))
-def test_peaks_groups(groups, dtype):
-    check_peaks(tokens(1, 2 * groups, 37, 64, dtype), tokens(1, 2, 90, 64, dtype, 1), None)
-
-
-@pytest.mark.parametrize("softcap, kind, dim", covering([None, 3.0], MASKS, [16, 80, 128], together=1))
-def test_peaks_of_masked_keys(softcap, kind, dim):
-    q, keys = tokens(2, 2, 70, dim), tokens(2, 1, 75, dim, seed=1)
-    check_peaks(q, keys, make_mask(kind, 2, 1, 75), softcap=softcap)
-
-
-@pytest.mark.parametrize("dim", [256, 512])
-def test_peaks_head_dims(dim):
-    check_peaks(tokens(1, 2, 40, dim, torch.float16), tokens(1, 1, 40, dim, torch.float16, 1), None)
+# FastKV and KVzip
 
 
 def test_who_is_not_asked_has_no_say():
-    q, keys = tokens(2, 2, 20, 64), tokens(2, 1, 30, 64, seed=1)
     asked = torch.rand(2, 20, generator=torch.Generator().manual_seed(2)) > 0.5
-    got = check_peaks(q, keys, None, asked)
-    q[~asked[:, None].expand(2, 2, 20)] = 100.0
-    assert torch.equal(got, check_peaks(q, keys, None, asked))
-    assert not check_peaks(q, keys, None, torch.zeros_like(asked)).any()
+    assert peaks(num=30, asking=20, asked=asked).any()
+    assert not peaks(num=30, asking=20, asked=torch.zeros_like(asked)).any()
 
 
-@settings(max_examples=examples(200), deadline=None)
-@given(
-    groups=st.sampled_from([1, 2, 3]),
-    num=st.integers(1, 14),
-    asking=st.integers(1, 9),
-    mask=st.sampled_from(MASKS),
-    softcap=st.sampled_from([None, 2.0]),
-    seed=st.integers(0, 10**6),
-    data=st.data(),
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "match, kernel, given",
+    [
+        (r"use reference\.keydiff_scores", key_scores.keydiff_scores, {"anchor": "median"}),
+        (r"use reference\.keydiff_scores", key_scores.keydiff_scores, {"anchor": "pairwise"}),
+        ("metric must be one of", key_scores.manifold_scores, {"metric": "l7"}),
+        ("at most 128 columns", leverage.leverage_scores, {"sketch": torch.ones(128, 256)}),
+        ("at most 64 columns for torch.float32 of size 256", leverage.leverage_scores, {"sketch": torch.ones(256, 65)}),
+        ("at most 64 columns for torch.float16 of size 512", leverage.leverage_scores, {"sketch": torch.ones(512, 65)}),
+    ],
 )
-def test_peaks_any_case(groups, num, asking, mask, softcap, seed, data):
-    q, keys = tokens(1, groups, asking, 16, seed=seed), tokens(1, 1, num, 16, seed=seed + 1)
-    asked = torch.rand(1, asking, generator=torch.Generator().manual_seed(seed)) > 0.3
-    sink_logits = data.draw(sinks(groups), "sinks")
-    check_peaks(q, keys, make_mask(mask, 1, 1, num, seed), asked, softcap, sink_logits, 0.3)
+def test_what_is_refused(match, kernel, given):
+    dim = len(given.get("sketch", range(16)))
+    with pytest.raises(FastKVError, match=match):
+        kernel(keys=tokens(1, 1, 4, dim, torch.float16 if dim == 512 else torch.float32), **given)
 
 
-@pytest.mark.parametrize("softcap, dtype, dim", covering([None, 3.0], DTYPES, [16, 80, 128], together=1))
-def test_most_attended(softcap, dtype, dim):
-    q, keys = tokens(2, 6, 70, dim, dtype), tokens(2, 2, 75, dim, dtype, 1)
-    lse = 4 + torch.randn(2, 6, 70, generator=torch.Generator().manual_seed(2))
-    lse[1, :, 60:] = torch.inf  # padding
-    got = peak_attention.most_attended(q, keys, lse, 0.125, softcap)
-    wanted = [
-        reference.most_attended(q.to(d), keys.to(d), lse.to(d), 0.125, softcap) for d in (torch.float64, torch.float32)
-    ]
-    close(got, *wanted, tiny=1e-6)
+def test_z_scores_refuse_a_mask_of_another_shape():
+    with pytest.raises(FastKVError, match="end in the shape of the mask"):
+        z_scores.z_scores(torch.zeros(3, 2, 2, 5), torch.ones(1, 2, 5, dtype=torch.bool))

@@ -10,7 +10,7 @@ from fastkv.kernels import compact as compact_module
 from fastkv.kernels import select as select_module
 from fastkv.kernels.compact import compact
 from fastkv.kernels.select import select
-from fastkv.reference import Moments, Selection
+from fastkv.reference import Moments
 
 from .conftest import examples
 from .pairwise import covering, named
@@ -276,15 +276,3 @@ def test_compact_any_case(used, spare, block, tokens, order, seed):
         order,
         seed=seed,
     )
-
-
-def test_selection_round_trip():
-    """What `select` keeps is what `compact` of the reference would keep from its own selection."""
-    state, block, valid, positions = random_state(1, 2, 30, 24, 16, 16, 6, torch.float32, 11)
-    scores = torch.randn(valid.shape)
-    kept, counts = select(scores=scores, positions=positions, valid=valid, tokens=20, protected=torch.zeros_like(valid))
-    assert isinstance(reference.select(scores, positions, valid, ~valid, 20), Selection)
-    old, state = state.moments.count.clone(), with_moments(state, torch.float32, 1)
-    compact(valid, Selection(kept, counts), block, state, make_spec())
-    assert torch.equal(state.exact.lengths.long(), counts)
-    assert torch.equal(state.moments.count, old + (valid & ~kept).sum(-1))

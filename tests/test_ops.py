@@ -5,8 +5,6 @@ import typing
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import fastkv
 from fastkv import ops, reference
@@ -14,7 +12,6 @@ from fastkv.ops.operator import flat, restored
 from fastkv.reference import Centroids, LayerState, Moments, Recovery, Slots
 from perf.micro.states import filled
 
-from .conftest import examples
 from .models import build, generate, prompt
 from .pairwise import covering, named
 from .states import BACKENDS, assert_same, copied, encoded, make_spec
@@ -228,9 +225,9 @@ def test_opcheck(name, backend):
     torch.library.opcheck(operator.default, tuple(pieces), test_utils=CALLED)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [named(name, slow=name.split()[0] in CASES and " " in name) for name in CASES])
 def test_opcheck_of_a_trace(name):
-    """Of one backend: what torch traces is the same for all."""
+    """Of one backend: what torch traces is the same for all. Schemas are made alike for all states."""
     operator, pieces, _ = flattened(name, "reference")
     torch.library.opcheck(operator.default, tuple(pieces), test_utils=TRACED)
 
@@ -327,31 +324,22 @@ def test_backends_agree(name):
                 torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
-@settings(max_examples=examples(200))
-@given(
-    lengths=st.lists(st.integers(0, 6), min_size=2, max_size=2),
-    evicted=st.integers(0, 5),
-    order=st.sampled_from([None, 0, 1]),
-    softcap=st.sampled_from([None, 2.0]),
-    seed=st.integers(0, 2**31),
-)
-def test_decode_attention_backends_agree(lengths, evicted, order, softcap, seed):
-    q, keys, values = randn(1, 4, 16, seed=seed), randn(1, 2, 6, 16, seed=seed + 1), randn(1, 2, 6, 16, seed=seed + 2)
-    gone = randn(1, 2, evicted, 16, seed=seed + 3), randn(1, 2, evicted, 16, seed=seed + 4)
-    state = Moments.empty(1, 2, 16, 16).add(*gone)
-    held = torch.tensor([lengths], dtype=torch.int32)
-    expected = ops.decode_attention(q, keys, values, held, state, 0.3, softcap, order=order, backend="reference")
-    for backend in ("cpu", "triton"):
-        got = ops.decode_attention(q, keys, values, held, state, 0.3, softcap, order=order, backend=backend)
-        for mine, theirs in zip(got, expected):
+@pytest.mark.parametrize("order, softcap", [(None, None), (0, 2.0), (1, None), (1, 2.0)])
+def test_decode_attention_backends_agree(order, softcap):
+    q, (keys, values), state = randn(B, HKV * G, D), pairs(6), evicted(0, 12)
+    for lengths in ([[6, 0]], [[0, 3]]):
+        given = q, keys, values, torch.tensor(lengths, dtype=torch.int32), state, 0.3, softcap
+        expected, *others = (ops.decode_attention(*given, order=order, backend=backend) for backend in BACKENDS)
+        for mine, theirs in ((mine, theirs) for got in others for mine, theirs in zip(got, expected)):
             torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "policy,block", [("momentkv", 16), named("snapkv", None, slow=True), named("keydiff", 16, slow=True)]
+    "policy,block",
+    [("momentkv", 16), ("fastkv", None), named("snapkv", None, slow=True), named("keydiff", 16, slow=True)],
 )
 def test_a_model_decodes_the_same_tokens_on_every_backend(policy, block):
-    model = build(num_hidden_layers=2)
+    model = build(num_hidden_layers=1)
     ids, mask = prompt(2, 36, (0, 7))
     small = fastkv.Budget(tokens=20, sinks=2, recent=4)
     runs = []
@@ -363,9 +351,8 @@ def test_a_model_decodes_the_same_tokens_on_every_backend(policy, block):
     for other in runs[1:]:
         assert torch.equal(other[0], tokens)
         torch.testing.assert_close(other[1], logits, atol=1e-3, rtol=1e-3)
-        for layer in range(2):
-            assert torch.equal(other[2].moments(layer).count, cache.moments(layer).count)
-            assert torch.equal(other[2].stored(layer), cache.stored(layer))
+        assert torch.equal(other[2].moments(0).count, cache.moments(0).count)
+        assert torch.equal(other[2].stored(0), cache.stored(0))
 
 
 def test_half_precision_models_keep_a_slope_for_the_kernel():

@@ -21,6 +21,7 @@ from fastkv.reference import scores as output
 
 from .models import build, generate, prompt
 from .states import changed, make_signals, randn
+from .test_policies_geometry import scored
 
 F64 = torch.float64
 B, HEADS, GROUP, DIM, HIDDEN, SCALE = 2, 2, 3, 4, 5, 0.4
@@ -77,13 +78,6 @@ def row_of(signals, row):
     return replace(mapped(signals, lambda part: part[alone]), moments=moments, queried=signals.queried[alone])
 
 
-def score(policy, signals):
-    """What the flow does: remember first."""
-    if "memory" in policy.needs:
-        signals = replace(signals, memory=policy.remember(signals))
-    return policy.score(signals)
-
-
 def kept(scores, signals, tokens=6, guard=None):
     """Positions that stay, a sorted list per (sequence, head)."""
     guard = torch.zeros_like(signals.valid) if guard is None else guard
@@ -115,10 +109,10 @@ def agree(signals, scores, expected):
 @given(num=st.integers(1, 20), pads=st.integers(0, 5), seed=st.integers(0, 1000))
 def test_rows_padding_and_order_of_slots_do_not_matter(policy, decoding, num, pads, seed):
     signals = make(num, seed, decoding=decoding)
-    scores = score(policy, signals)
+    scores = scored(policy, signals)
     assert scores.shape == signals.valid.shape and scores.isfinite().all()
     for row in range(B):
-        torch.testing.assert_close(score(policy, row_of(signals, row))[0], scores[row])
+        torch.testing.assert_close(scored(policy, row_of(signals, row))[0], scores[row])
 
     def pad(part):
         empty = {torch.bool: False, torch.int32: 3}.get(part.dtype, float("nan"))
@@ -130,7 +124,7 @@ def test_rows_padding_and_order_of_slots_do_not_matter(policy, decoding, num, pa
         return part.gather(2, order if part.ndim == 3 else order[..., None].expand_as(part))
 
     other = mapped(mapped(signals, pad), shuffle)
-    moved = score(policy, other)
+    moved = scored(policy, other)
     torch.testing.assert_close(moved[other.valid], shuffle(pad(scores))[other.valid])
     assert kept(moved, other) == kept(scores, signals)
 
@@ -144,7 +138,7 @@ def test_equal_scores_keep_the_lower_positions(policy):
     same = torch.full((B, HEADS, 13), 0.125, dtype=F64)
     equal = {"attention": same, "memory": same, "values": torch.ones(B, HEADS, 13, DIM, dtype=F64)}
     signals = make(**equal, moments=Moments.empty(B, HEADS, DIM, DIM, dtype=F64))
-    assert kept(score(policy, signals), signals) == [[list(range(6))] * HEADS] * B
+    assert kept(scored(policy, signals), signals) == [[list(range(6))] * HEADS] * B
 
 
 class Process:
@@ -173,10 +167,10 @@ def test_heads_split_between_processes_score_as_on_one(policy):
             output=signals.layer.output[:, rank * GROUP : (rank + 1) * GROUP],
             parallel=Process(rank, parts, barrier),
         )
-        return score(policy, own)
+        return scored(policy, own)
 
     with ThreadPoolExecutor(2) as pool:
-        torch.testing.assert_close(torch.cat(list(pool.map(run, range(2))), 1), score(policy, signals))
+        torch.testing.assert_close(torch.cat(list(pool.map(run, range(2))), 1), scored(policy, signals))
 
 
 # TOVA

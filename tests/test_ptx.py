@@ -12,7 +12,7 @@ SAMPLE = (
     "tests/ptx/test_launches.py::test_bugs_are_reported[a ticket that orders nothing]",
     "tests/ptx/test_launches.py::test_bugs_are_reported[a barrier is missing in select]",
     "tests/ptx/test_launches.py::test_bugs_are_reported[a store has no mask]",
-    "tests/test_kernels_centroids.py::test_decode_variants_with_centroids[nocap-append-1]",
+    "tests/test_kernels_decode.py::test_decode_variants_with_centroids[None-True-1]",
     "tests/test_kernels_codes.py::test_decode_variants[int8-None-None-True-True-1]",
     "tests/test_kernels_decode.py::test_decode_attention_shapes[group7-bfloat16]",
     "tests/test_kernels_decode.py::test_decode_attention_variants[1-3.0-True-True-4]",
@@ -23,12 +23,12 @@ SAMPLE = (
     "tests/test_kernels_remember.py::test_an_eviction[64-float32]",
     "tests/test_kernels_scores.py::test_keydiff[cosine-mean-float32]",
     "tests/test_kernels_scores.py::test_leverage[False-none-float32]",
-    "tests/test_kernels_scores.py::test_mass_groups[1-float32]",
-    "tests/test_kernels_scores.py::test_peaks_groups[1-float32]",
-    "tests/test_kernels_scores.py::test_window_groups[1-float32]",
+    "tests/test_kernels_scores.py::test_groups[mass-1-float32]",
+    "tests/test_kernels_scores.py::test_groups[peaks-1-float32]",
+    "tests/test_kernels_scores.py::test_groups[window-1-float32]",
     "tests/test_kernels_select.py::test_compact_keeps_and_merges[(2, 48, 40, 9, 40)-float32]",
     "tests/test_kernels_select.py::test_select_is_exact[7-ties]",
-    "tests/test_kernels_slots.py::test_slot_signals",
+    "tests/test_kernels_evict.py::test_slot_signals",
 )
 
 

@@ -31,6 +31,7 @@ from .states import (
     deal,
     encoded,
     in_pages,
+    in_slab,
     make_spec,
     make_state,
     slab_of,
@@ -85,16 +86,9 @@ def layer(dim: int, ragged: bool, dtype=torch.float32, *, parts=None, slots="mod
     moments = Moments.empty(BATCH, HEADS, dim, dim).add(*old, gone)
     known = None if parts is None else Centroids.empty(BATCH, HEADS, parts, dim, dim).add(*old, gone)
     seen = torch.tensor([20, 30])
-    if not ragged:
-        rest = {"attention": attention, "parts": known}
-        return encoded(make_state(keys, values, LENGTHS.clone(), positions, seen, moments, **rest), slots)
-    starts, size = deal(OWNED)
-    keys, values, positions, attention = (slab_of(rows, starts, size) for rows in (keys, values, positions, attention))
-    state = make_state(
-        keys, values, LENGTHS.clone(), positions, seen, moments, starts=starts, attention=attention, limit=width,
-        parts=known,
-    )  # fmt: skip
-    return encoded(state, slots)
+    rest = {"attention": attention, "parts": known}
+    state = encoded(make_state(keys, values, LENGTHS.clone(), positions, seen, moments, **rest), slots)
+    return in_slab(state, OWNED) if ragged else state
 
 
 def somewhere(state: LayerState, batch: list[int] | None) -> LayerState:
@@ -233,8 +227,10 @@ def operated(name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("orders", [1, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", OPERATORS)
-def test_every_operator_gives_the_same_bits_in_any_order(name, orders):
+@pytest.mark.parametrize(
+    "name", [name for name in OPERATORS if name.split()[0] not in ("decode_step", "evict", "compact")]
+)
+def test_other_operators_give_the_same_bits_in_any_order(name, orders):
     expected = operated(name)
     for order in range(orders):
         with simulated(order):

@@ -30,10 +30,11 @@ from .states import randn
 F64 = torch.float64
 
 
-def true_attention(q, keys, values, scale):
+def true_attention(q, keys, values, scale, softcap=None):
     """Of queries [B, Hq, T, D] over all of keys and values [B, Hkv, N, ...], and its log-sum-exp."""
     groups = q.shape[1] // keys.shape[1]
-    logits = scale * torch.einsum("bhtd,bhnd->bhtn", q, keys.repeat_interleave(groups, 1))
+    logits = scale * q @ keys.repeat_interleave(groups, 1).mT
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     return logits.softmax(-1) @ values.repeat_interleave(groups, 1), logits.logsumexp(-1)
 
 

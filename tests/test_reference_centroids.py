@@ -9,15 +9,10 @@ from hypothesis import strategies as st
 
 from fastkv.errors import FastKVError
 from fastkv.reference import Centroids, Moments, centroid_estimate, moment_estimate
-from fastkv.reference.centroids import BLOCK
+
+from .test_reference import pairs, true_attention
 
 F64 = torch.float64
-
-
-def pairs(num, seed=0, heads=3):
-    generator = torch.Generator().manual_seed(seed)
-    keys = torch.randn(2, heads, num, 8, generator=generator, dtype=F64) * 2 + 5
-    return keys, torch.randn(2, heads, num, 6, generator=generator, dtype=F64) - 3
 
 
 def queries(seed=0):
@@ -26,13 +21,6 @@ def queries(seed=0):
 
 def empty(num, heads=3):
     return Centroids.empty(2, heads, num, 8, 6, dtype=F64)
-
-
-def true_attention(q, keys, values, scale, softcap=None):
-    logits = scale * torch.einsum("bhtd,bhnd->bhtn", q, keys.repeat_interleave(2, 1))
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    return logits.softmax(-1) @ values.repeat_interleave(2, 1), logits.logsumexp(-1)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -88,16 +76,6 @@ def test_cosh_is_exact_for_opposite_keys():
     assert (jensen < cosh - 0.01).all()
 
 
-def test_how_often_cosh_exceeds_the_mass_of_asymmetric_sets():
-    """Only where the logits have a long tail below: of 64 sets of exponential logits none is exceeded if the tail
-    is above, all if it is below."""
-    keys = torch.zeros(64, 1, 64, 4, dtype=F64)
-    keys[..., 0].exponential_(generator=torch.Generator().manual_seed(0))
-    for sign, share in ((1, 0.0), (-1, 1.0)):
-        over = [cosh > true for _, cosh, true in (one_dimensional(sign * one[None], 1.0) for one in keys)]
-        assert torch.stack(over).double().mean() == share
-
-
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=3), num=st.integers(1, 20), seed=st.integers(0, 2**31))
 def test_merging_conserves_count_means_and_squares(sizes, num, seed):
     keys, values = pairs(sum(sizes), seed)
@@ -113,13 +91,6 @@ def test_merging_conserves_count_means_and_squares(sizes, num, seed):
     squares = state.spread + state.count * state.keys.square().mean(-1)
     torch.testing.assert_close(squares.sum(-1), keys.square().mean(-1).sum(-1))
     assert torch.equal((state.count > 0).sum(-1), inside.sum(-1).clamp(max=num))  # no centroid is wasted
-
-
-def test_more_tokens_than_join_at_once():
-    keys, values = pairs(2 * BLOCK + 3)
-    state = empty(7).add(keys, values)
-    assert (state.count > 0).all() and torch.equal(state.count.sum(-1), torch.full((2, 3), 2.0 * BLOCK + 3, dtype=F64))
-    torch.testing.assert_close((state.count[..., None] * state.values).sum(2), values.sum(2))
 
 
 @pytest.mark.parametrize("num", [10, 64, 100, 400])
@@ -176,13 +147,6 @@ def test_clusters_are_found():
     far, low = moment_estimate(queries(), moments, 0.5)
     assert (value - true_value).norm() < 0.001 * (far - true_value).norm()
     assert (log_mass - true_mass).norm() < 0.001 * (low - true_mass).norm()
-
-
-def test_rows_and_heads_do_not_touch_each_other():
-    keys, values = pairs(300)
-    together = empty(5).add(keys, values)
-    alone = Centroids.empty(1, 1, 5, 8, 6, dtype=F64).add(keys[1:, 2:], values[1:, 2:])
-    torch.testing.assert_close(alone.keys, together.keys[1:, 2:], rtol=1e-12, atol=0)
 
 
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3), pad=st.integers(0, 300), seed=st.integers(0, 2**31))

@@ -14,11 +14,10 @@ from fastkv import Budget, FastKVAttention, FastKVCache, FastKVError, reference
 from fastkv.cpu import compiled as compilation
 from fastkv.cpu import slots as compiled_slots
 from fastkv.lab.equal_bytes import layer_token_bytes
-from fastkv.ops.operator import flat_state, state_of
 from fastkv.reference import FORMATS, FP8, INT4, INT8, PLAIN, rotated, step_of
 
 from .conftest import examples
-from .models import build, generate, prompt
+from .models import build
 from .pairwise import covering
 from .states import compiled_step
 from .test_policy_matrix import EVERY, small, two_turns
@@ -158,28 +157,6 @@ def test_moving_never_rounds(slots, heads, backend):
         once = form.decode(*form.encode(given_rows))
         index = exact["positions"].long()[..., None].expand(-1, -1, -1, D)
         assert torch.equal(exact[name][exact.valid], once.gather(2, index.clamp(0, 79))[exact.valid])
-
-
-@settings(max_examples=examples(200))
-@given(
-    st.sampled_from(CODED),
-    st.sampled_from([32, 64, 96]),
-    st.sampled_from([(1, 1), (2, 3), (3, 1), (1, 8)]),
-    st.integers(1, 40),
-    st.integers(0, 999),
-)
-def test_a_cpu_attends_to_codes_as_the_reference_does(slots, dim, sizes, length, seed):
-    (heads, groups), found = sizes, []
-    generator = torch.Generator().manual_seed(seed)
-    given_rows = [torch.randn(2, num, length + 3, dim, generator=generator) for num in (heads * groups, heads, heads)]
-    for backend in ("reference", "cpu"):
-        layer = FastKVAttention(
-            heads * groups, heads, dim, "keydiff", Budget(tokens=12, sinks=2, recent=4), slots=slots, backend=backend
-        )
-        layer(*(part[:, :, :length] for part in given_rows))
-        steps = range(length, length + 3)
-        found.append(torch.cat([layer(*(part[:, :, at : at + 1] for part in given_rows)) for at in steps], 2))
-    assert torch.allclose(*found, atol=1e-5)
 
 
 COMPILED = compilation.library("slots")
@@ -367,14 +344,6 @@ def test_refusals():
         layer.allocate(1)
 
 
-def test_plain_is_the_default():
-    layer = module()
-    run(layer)
-    assert layer.state.exact.format is PLAIN and layer.state.exact.key_scales is None
-    assert not any("scales" in name for name, _ in layer.state.named_tensors())
-    assert reference.slot_format("model") is PLAIN and fastkv.FastKVAttention is FastKVAttention
-
-
 # Whole layers and models.
 
 
@@ -409,33 +378,6 @@ def test_saved_and_forked_caches_go_on(slots, heads, tmp_path):
     fastkv.patch(model, "snapkv", small(heads=heads), evict_every=EVERY)
     with pytest.raises(FastKVError, match=f"was saved with slots={slots}, got slots=model"):
         FastKVCache.load(tmp_path / "cache", model)
-
-
-@each_format
-def test_beams_choose_rows(slots):
-    model = build(**WIDE)
-    fastkv.patch(model, "keydiff", small(), evict_every=EVERY, slots=slots)
-    ids, mask = prompt()
-    cache, _, _ = read_prompt(model)
-    before = contents(cache)
-    cache.batch_select_indices(torch.tensor([2, 0]))
-    for name, tensor in contents(cache).items():
-        assert not isinstance(tensor, torch.Tensor) or torch.equal(tensor, before[name][[2, 0]])
-    assert generate(model, ids, mask, new=12, num_beams=3).shape == (3, 62)
-
-
-@each_format
-def test_assisted_decoding_takes_tokens_back(slots):
-    model = build(**WIDE)
-    ids, mask = prompt(1, 50, (0,))
-    fastkv.patch(model, "keydiff", small(), evict_every=EVERY, slots=slots)
-    assistant = build(**WIDE, num_hidden_layers=2)
-    out = generate(model, ids, new=20, assistant_model=assistant, return_dict_in_generate=True)
-    cache = out.past_key_values
-    cache.crop(0)  # accepts the last tokens
-    assert out.sequences.shape == (1, 70)
-    for layer in range(4):
-        assert torch.equal(cache.stored(layer) + cache.moments(layer).count, torch.full((1, 2), cache.get_seq_length()))
 
 
 @each_format
@@ -477,14 +419,6 @@ def test_a_budget_of_bytes_keeps_more_tokens(slots, correction):
         assert layer.cache.nbytes() > (1 << 20) - each
         kept[name] = layer.cache.rule.layout.total
     assert kept[slots] > MORE[correction][slots] * kept["model"]
-
-
-def test_a_state_travels_with_its_format():
-    layer = module("int4")
-    run(layer)
-    back = state_of(*flat_state(layer.state))
-    assert back.exact.format is INT4 and back.exact.dtype == torch.float32
-    assert torch.equal(back.exact["keys"], layer.state.exact["keys"])
 
 
 @pytest.mark.parametrize("slots", ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8"))])

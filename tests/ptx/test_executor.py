@@ -268,12 +268,8 @@ def test_accesses_outside_of_tensors():
     whole = torch.zeros(40, dtype=torch.int32)
     run(STORE.format(0), whole[:32])
     assert whole.tolist() == [*range(32), *[0] * 8]
-    assert (
-        fault(
-            "bounds", r"outside of every tensor, next to tensor0_ptr \+ 128 bytes", STORE.format(4), whole[:32]
-        ).thread
-        == 31
-    )
+    beyond = r"outside of every tensor, next to tensor0_ptr \+ 128 bytes"
+    assert fault("bounds", beyond, STORE.format(4), whole[:32]).thread == 31
     assert fault("bounds", "outside", STORE.format(-4), whole[:32]).thread == 0
     far = STORE.format(4 * (whole[:32].numel() + 1000))
     fault("bounds", "outside", far, whole[:32], torch.zeros(1 << 20))  # which may lie behind
@@ -296,9 +292,8 @@ def test_reads_of_what_nobody_wrote():
     assert found.thread == 5
     shared = "shl.b32 %r3, %r1, 2;\n{} st.shared.b32 [%r3], %r1;\nld.shared.b32 %r4, [%r3];\nret;"
     run("setp.ne.b32 %p1, %r1, 7;\n" + shared.format(""), shared=128)
-    assert (
-        fault("uninitialised", "shared", "setp.ne.b32 %p1, %r1, 7;\n" + shared.format("@%p1"), shared=128).thread == 7
-    )
+    some = "setp.ne.b32 %p1, %r1, 7;\n" + shared.format("@%p1")
+    assert fault("uninitialised", "shared", some, shared=128).thread == 7
     fault("bounds", "beyond its 128 bytes", shared.format("").replace("[%r3]", "[%r3+4]"), shared=128)
 
 
@@ -332,12 +327,7 @@ def test_threads_of_a_program_without_a_barrier_in_between(other, barrier, after
 
 
 def test_threads_that_write_the_same_place_at_once():
-    run(
-        "mov.b32 %r3, 5;\nst.shared.b32 [0], %r3;\nret;".replace("[0]", "[%r9]").replace(
-            "mov", "mov.b32 %r9, 0;\nmov", 1
-        ),
-        shared=4,
-    )
+    run("mov.b32 %r9, 0;\nmov.b32 %r3, 5;\nst.shared.b32 [%r9], %r3;\nret;", shared=4)
     fault("race", "different bytes", "mov.b32 %r9, 0;\nst.shared.b32 [%r9], %r1;\nret;", shared=4)
     fault("race", "different numbers", "st.global.b32 [%rd1], %r1;\nret;", torch.zeros(1, dtype=torch.int32))
 
