@@ -16,8 +16,6 @@ tools in the triton wheel. The variants are what recorded launches would compile
 chip, warps and stages. While it is the same, with the same triton, so is the line.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import hashlib
@@ -102,14 +100,18 @@ def spilled_bytes(ptx: str, arch: int) -> int:
     raise RuntimeError(f"no bundled ptxas accepts this PTX: {result.stderr[-300:]}")
 
 
-def read_cubin(cubin: bytes) -> tuple[dict[str, int], list[str]]:
-    """Resource usage and the names of all instructions."""
+def dumped(cubin: bytes) -> str:
+    """Resource usage and machine code, as cuobjdump prints them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-
         command = [os.path.join(TOOLS, "cuobjdump"), "--dump-resource-usage", "-sass", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def read_cubin(cubin: bytes) -> tuple[dict[str, int], list[str]]:
+    """Resource usage and the names of all instructions."""
+    text = dumped(cubin)
     usage = {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED):(\d+)", text)}
     return usage, re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)", text)
 
@@ -176,7 +178,6 @@ def faults(
 
 
 def title(variant: Variant) -> str:
-    """How the line of a variant begins."""
     return f"{variant.name:70s} {variant.chip:>6s}"
 
 
@@ -233,7 +234,6 @@ class Table:
         self.made = {of: said for of, said in made}
 
     def add(self, variant: Variant, line: str) -> None:
-        """Note a line, and write the file."""
         self.lines[title(variant)] = line
         self.write()
 

@@ -20,14 +20,10 @@ and in machine code of sm_90 what the loop over slots takes to issue, beside wha
     memory        cycles for the bytes of 32 slots on an H200: 19.2 per SM and cycle (4.8 TB/s, 132 SMs, 1.9 GHz)
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +32,8 @@ os.environ["TRITON_INTERPRET"] = "0"  # read when triton is imported
 
 import torch
 
-from perf.aot import TOOLS, compile_variant
+from perf.aot import compile_variant, dumped
+from perf.tables import table
 from perf.variants import SPARE, TOKENS, layer, recorded
 from tests import test_kernels_codes as codes
 from tests import test_kernels_decode as decode
@@ -44,8 +41,7 @@ from tests.ptx.driver import Driver
 from tests.ptx.harness import executed
 from tests.ptx.parse import Address, Operand, Register
 from tests.ptx.program import Program
-from tests.states import splits
-from tests.test_ragged_ops import deal, slab_of
+from tests.states import deal, slab_of, splits
 
 SLOTS, PROGRAMS, CENTROIDS, PER_CYCLE = TOKENS + SPARE, 16, 63, 19.2
 FORMS = ("model", "int8", "fp8", "int4", "k8v4")
@@ -65,7 +61,6 @@ class Count:
         self.done = False
 
     def numbers(self) -> dict[str, int]:
-        """What is reported."""
         return {"instructions": self.instructions, "waits": self.waits, "barriers": self.barriers}
 
     def note(self, program: Program, mask: Any) -> None:
@@ -152,10 +147,7 @@ def loop_counts() -> Table:
         (variant,) = recorded("90", f"decode dim=128 splits={PROGRAMS} correction=none slots={form}")
         exact = layer(128, slots=form)[0].exact
         slot = sum(rows[0, 0, 0].nbytes for name, rows in exact.moving().items() if name in exact.PAIRS)
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            Path(file.name).write_bytes(compile_variant(variant).asm["cubin"])
-            command = [os.path.join(TOOLS, "cuobjdump"), "-sass", file.name]
-            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        text = dumped(compile_variant(variant).asm["cubin"])
         code = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)(?:[^;]*0x([0-9a-f]+))?[^;]*;", text)
         first = {int(place, 16): index for index, (place, *_) in enumerate(code)}  # of addresses
         jumps = [(first[int(to, 16)], index) for index, (_, name, to) in enumerate(code) if name == "BRA" and to]
@@ -166,13 +158,14 @@ def loop_counts() -> Table:
     return found
 
 
-def table(kept: dict[str, Table]) -> str:
-    """Markdown: a line for each program, a column for each number of each label."""
+def markdown(kept: dict[str, Table]) -> str:
+    """A line for each program, a column for each number of each label."""
     names = [(label, name) for name in COLUMNS for label in kept]
-    lines = [["program", *(f"{name} {label}".strip() for label, name in names)], ["---"] + ["---:"] * len(names)]
-    for one in next(iter(kept.values())):
-        lines.append([one, *(str(kept[label].get(one, {}).get(name, "")) for label, name in names)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [
+        [one, *(kept[label].get(one, {}).get(name, "") for label, name in names)] for one in next(iter(kept.values()))
+    ]
+    header = ["program", *(f"{name} {label}".strip() for label, name in names)]
+    return table(header, lines, [" --- ", *[" ---: "] * len(names)]).rstrip()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -188,8 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kept[options.label] = {one: {**counts, **loops.get(one, {})} for one, counts in executed_counts().items()}
     if options.out:
         options.out.write_text(json.dumps(kept, indent=1) + "\n")
-        options.out.with_suffix(".md").write_text(f"{HEADING}\n\n{table(kept)}\n")
-    print(table(kept))
+        options.out.with_suffix(".md").write_text(f"{HEADING}\n\n{markdown(kept)}\n")
+    print(markdown(kept))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import signal
 import subprocess
 import sys
@@ -80,7 +79,6 @@ class Results:
         Args: fresh: start again; retry: also without the rows of what could not be measured.
         """
         results = cls(path, environment, planned)
-        path.with_suffix(".part").unlink(missing_ok=True)  # of a run that was killed while it wrote
         if not path.exists() or fresh:
             return results
         old = json.loads(path.read_text())
@@ -98,30 +96,24 @@ class Results:
         return results
 
     def has(self, name: str) -> bool:
-        """Whether the job of that name has a row."""
         return any(row["id"] == name for row in self.rows)
 
     @property
     def complete(self) -> bool:
-        """Whether every job has a row."""
         return {job.name for job in self.planned} <= {row["id"] for row in self.rows}
 
     def add(self, row: Row) -> None:
-        """Add a row and write the file."""
         self.rows.append(row)
         self.write()
 
     def write(self) -> None:
         """Replace the file in one step, so that a killed run leaves a readable one, with a line for each row."""
         head = json.dumps({"environment": self.environment, "complete": self.complete}, indent=1)[:-2]
-        rows = ",\n".join(json.dumps(plain(row), allow_nan=False) for row in self.rows)
+        rows = ",\n".join(json.dumps(row, allow_nan=False) for row in self.rows)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_suffix(".part")
-        try:
-            part.write_text(f'{head},\n "rows": [\n{rows}\n ]\n}}\n')
-            part.replace(self.path)
-        finally:
-            part.unlink(missing_ok=True)
+        part.write_text(f'{head},\n "rows": [\n{rows}\n ]\n}}\n')
+        part.replace(self.path)
 
     def concluded(self) -> int:
         """Say what failed. Returns: COMPLETE, FAILED or LEFT, as of all planned."""
@@ -136,12 +128,8 @@ class Results:
 
 
 def plain(value: Any) -> Any:
-    """The value as it comes back from JSON, non-finite numbers as text."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    """The value as it comes back from JSON."""
+    return json.loads(json.dumps(value, allow_nan=False))
 
 
 def measure(jobs: Sequence[Job], files: Mapping[str, Results], deadline: float) -> int:

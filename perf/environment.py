@@ -1,7 +1,5 @@
 """What a number was measured on: machine, versions and commit, to stand beside it."""
 
-from __future__ import annotations
-
 import platform
 import re
 import shutil

@@ -7,25 +7,94 @@
 Writes README.md and PNG plots beside the files. Tables that were not measured say so. Files of dry runs are ignored.
 """
 
-from __future__ import annotations
-
 import argparse
+from collections import Counter
 from pathlib import Path
 
 from .engine import RESULTS
-from .gpu.report import chapters
 from .speed.report import chapter, write_sections
-from .tables import Row, read, table
+from .tables import NONE, Row, chosen, read, table
 
 HEADER = """# Measurements
 
 Written by `python -m perf.report` from the JSON files beside it; do not edit. How: [../README.md](../README.md).
 """
 FACTS = ("device", "cpu", "driver", "cuda", "torch", "triton", "transformers", "python", "threads", "commit", "source")
+DECODE = """
+## Decode attention
+
+One layer, bf16, cold L2, medians of graph replays. Steps of fastkv include the append, and what their names say;
+"fastkv default" is the default policy's step, with centroids and sums of attention. The others attend to the same
+retained tokens only. "copy" moves the same number of bytes.
+
+"""
+PROMPT = """
+## Blocks of prompts
+
+One layer, bf16. A block attends to 1,024 slots of each head, to the evicted tokens and to itself; "itself alone" omits
+the first two.
+
+"""
+SHAPE = ("heads", "batch", "length", "op")
+TIMED = ("heads", "B", "L", "who", "µs a layer (p20-p80)", "floor, µs", "GB/s of needed bytes", "of copy bandwidth")
+STEPS = ("cache", "model", "B", "prompt", "ms a step (p20-p80)", "tokens/s", "first token, s", "GiB")
+
+
+def checks(rows: list[Row]) -> str:
+    """Green and red checks of each operation."""
+    lines = []
+    for op in dict.fromkeys(row["op"] for row in rows):
+        some = chosen(rows, op=op)
+        red = [row["id"] for row in some if not row["passed"]]
+        lines.append((op, len(some) - len(red), ", ".join(red) or "none"))
+    return table(("operation", "cases green", "cases red"), lines) or f"Checks on a GPU: {NONE}.\n"
+
+
+def timed(rows: list[Row], part: str, what: str) -> str:
+    """Every contender at every shape, fastkv's first. The floor is what the bytes take at the rate of a large copy."""
+    lines = []
+    for row in chosen(rows, part=part):
+        if row.get("median_us"):
+            median, of_copy = row["median_us"], row.get("of_copy")
+            times = f"{median:.2f} ({row['p20_us']:.2f}-{row['p80_us']:.2f})"
+            floor, rate = (f"{median * of_copy:.2f}", f"{of_copy:.1%}") if of_copy else (NONE, NONE)
+            lines.append([*(row[name] for name in SHAPE), times, floor, f"{row['gbps']:.0f}", rate])
+    lines.sort(key=lambda line: (line[:3], not line[3].startswith("fastkv"), line[3]))
+    return table(TIMED, lines) or f"{what} on a GPU: {NONE}.\n"
+
+
+def skipped(files: dict[str, Row]) -> str:
+    """Who could not run, and why."""
+    rows = [row for name, file in files.items() if name.startswith("gpu_") for row in file["rows"] if "skipped" in row]
+    found = Counter((row.get("op") or row["cache"], row["skipped"].replace("|", "/")) for row in rows)
+    return (
+        "\nNot run:\n\n" + table(("who", "why", "shapes"), [(*one, num) for one, num in found.items()]) if rows else ""
+    )
+
+
+def steps(rows: list[Row]) -> str:
+    """Decode steps of a whole model, by batch, the full cache first."""
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["batch"], row["cache"])):
+        if "ms" in row:
+            ms, kept = row["ms"], f", {row['budget']} tokens kept" if row["budget"] else ""
+            line = [row["cache"] + kept, row["model"], row["batch"], row["context"]]
+            line += [f"{ms['p50']:.2f} ({ms['p20']:.2f}-{ms['p80']:.2f})", f"{row['tokens_per_s']:.0f}"]
+            lines.append([*line, f"{row['first_s']:.2f}", f"{row['cache_bytes'] / 2**30:.2f}"])
+    return table(STEPS, lines) or f"Steps of a whole model: {NONE}.\n"
+
+
+def on_gpu(files: dict[str, Row]) -> str:
+    """The chapters on a GPU: correctness, decode attention, blocks of prompts, steps of a model."""
+    checked, rows, whole = (files.get(f"gpu_{name}", {"rows": []})["rows"] for name in ("checks", "timings", "model"))
+    return (
+        f"\n## Correctness on a GPU\n\n{checks(checked)}"
+        f"{DECODE}{timed(rows, 'decode', 'Decode steps')}{PROMPT}{timed(rows, 'prompt', 'Blocks of prompts')}"
+        f"{skipped(files)}\n## Steps of a whole model on a GPU\n\n{steps(whole)}"
+    )
 
 
 def environments(files: dict[str, Row]) -> str:
-    """What each file was measured on."""
     rows = []
     for name, file in files.items():
         code = ", ".join(dict.fromkeys(row["source"] for row in file["rows"] if "source" in row))
@@ -41,12 +110,11 @@ def write(folder: Path) -> Path:
     unfinished = f"\nFiles that are not finished: {left}.\n" if left else ""
     measured = f"\n## Measured on\n\n{environments(files)}"
     path = folder / "README.md"
-    path.write_text(HEADER + chapter(files, folder) + unfinished + measured + chapters(files))
+    path.write_text(HEADER + chapter(files, folder) + unfinished + measured + on_gpu(files))
     return path
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(
         prog="python -m perf.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -8,14 +8,13 @@ case arrive at once; each engine runs in a process of its own. Writes <device>.j
 should have nothing else to do: its load stands beside every number.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,49 +24,60 @@ import torch
 from fastkv.lab import pretrained
 
 from .environment import environment
+from .tables import Row, table
 
 RESULTS = Path(__file__).parent / "results" / "serving"
 STOCK, OURS = "vLLM", "fastkv"
+OPTIONS = {  # of the three commands
+    "model": "smollm2, a directory or a name",
+    "policy": "of the compressed cache",
+    "length": "tokens of a text or sequence",
+    "texts": "how many, twelve questions each",
+    "budget": "tokens per KV head that are kept, mean",
+    "budgets": "the same of each compressed cache",
+    "slots": "how they are stored",
+    "block": "prefill_block",
+    "prompts": "lengths of prompts, tokens",
+    "requests": "how many arrive at once",
+    "answer": "tokens of an answer",
+    "cache_mib": "memory of either cache",
+    "dtype": "of the model",
+    "output": "directory for the results",
+}
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="perf.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default=pretrained.SMOLLM2, help="smollm2 (default), or a directory or name")
-    parser.add_argument("--policy", default="fastkv", help="of the compressed cache")
-    parser.add_argument("--budget", type=int, default=1024, help="tokens per KV head that are kept")
-    parser.add_argument("--block", type=int, default=512, help="prefill_block")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[2048, 7680], help="lengths of prompts, tokens")
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 16], help="how many arrive at once")
-    parser.add_argument("--answer", type=int, default=256, help="tokens of an answer")
-    parser.add_argument("--cache-mib", type=int, default=1024, help="memory of either cache")
-    parser.add_argument("--dtype", default="float32", help="of the model")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="directory for the results")
-    parser.add_argument("--engine", choices=[STOCK, OURS], help=argparse.SUPPRESS)  # the process of one engine
+def parse(prog: str, text: str | None, arguments: list[str] | None, **defaults: Any) -> argparse.Namespace:
+    """Options of a command, of the types of their defaults."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=text, formatter_class=form)
+    for name, default in {"model": pretrained.SMOLLM2, **defaults, "output": RESULTS}.items():
+        kind = {"type": type(default[0]), "nargs": "+"} if isinstance(default, list) else {"type": type(default)}
+        told = f"{OPTIONS[name]} (default: %(default)s)"
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, help=told, **kind)
+    parser.add_argument("--engine", help=argparse.SUPPRESS)  # of this process: the name that `in_process` gave it
     return parser.parse_args(arguments)
 
 
-def engine_of(options: argparse.Namespace) -> Any:
-    """vLLM with either cache."""
+def engine_of(options: argparse.Namespace, longest: int, requests: int, settings: Row, **more: Any) -> Any:
+    """vLLM for sequences of that length at most, with these settings of fastkv, {} for its own cache."""
     from vllm import LLM
 
-    longest, settings = max(options.prompts) + options.answer + 1, {}
-    if options.engine == OURS:
-        settings = {"fastkv": {"policy": options.policy, "budget": options.budget, "prefill_block": options.block}}
     return LLM(
         pretrained.place(options.model)[0],
-        dtype=options.dtype,
         max_model_len=longest,
-        max_num_seqs=max(options.requests),
-        max_num_batched_tokens=2048 + max(options.requests),
+        max_num_seqs=requests,
+        max_num_batched_tokens=2048 + requests,
         kv_cache_memory_bytes=options.cache_mib * 2**20,
-        enable_prefix_caching=False,
-        enforce_eager=not torch.cuda.is_available(),
         skip_tokenizer_init=True,
-        additional_config=settings,
+        additional_config={"fastkv": settings} if settings else {},
+        **more,
     )
+
+
+def fitting(engine: Any, length: int, paged: bool) -> int:
+    """Sequences of so many tokens that fit, by vLLM's own count; paged: one block each. Block 0 is nobody's."""
+    cache = engine.llm_engine.vllm_config.cache_config
+    return (cache.num_gpu_blocks - 1) // (1 if paged else -(-length // cache.block_size))
 
 
 def served(engine: Any, length: int, requests: int, answer: int, seed: int) -> dict[str, float]:
@@ -82,12 +92,11 @@ def served(engine: Any, length: int, requests: int, answer: int, seed: int) -> d
         engine.add_request(f"{seed}-{i}", {"prompt_token_ids": tokens}, params)
     most = 0
     while engine.has_unfinished_requests():
-        running = 0
-        for output in engine.step():
+        outputs = engine.step()
+        for output in outputs:
             last[output.request_id] = time.perf_counter() - begin
             first.setdefault(output.request_id, last[output.request_id])
-            running += 1
-        most = max(most, running)
+        most = max(most, len(outputs))
     gaps = [(last[name] - first[name]) / (answer - 1) for name in first]
     return {
         "prompt": length,
@@ -99,69 +108,70 @@ def served(engine: Any, length: int, requests: int, answer: int, seed: int) -> d
     }
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> list[Row]:
     """What one engine does, in this process."""
-    llm = engine_of(options)
-    config = llm.llm_engine.vllm_config
-    block, blocks = config.cache_config.block_size, config.cache_config.num_gpu_blocks
-    pages = {
-        length: 1 if options.engine == OURS else -(-(length + options.answer) // block) for length in options.prompts
-    }
+    ours, longest = options.engine == OURS, max(options.prompts) + options.answer + 1
+    settings = {"policy": options.policy, "budget": options.budget, "prefill_block": options.block} if ours else {}
+    how = {"dtype": options.dtype, "enable_prefix_caching": False, "enforce_eager": not torch.cuda.is_available()}
+    llm, rows = engine_of(options, longest, max(options.requests), settings, **how), []
     served(llm.llm_engine, min(options.prompts), 1, 4, 0)  # warm up
-    rows = []
     for length in options.prompts:
-        for number in options.requests:
-            row = served(llm.llm_engine, length, number, options.answer, length + number)
-            rows.append(
-                {"engine": options.engine, "fit": (blocks - 1) // pages[length], **row, "load": os.getloadavg()[0]}
-            )
+        for requests in options.requests:
+            row = served(llm.llm_engine, length, requests, options.answer, len(rows) + 1)
+            fit = fitting(llm, length + options.answer, ours)
+            rows.append({"engine": options.engine, "fit": fit, **row, "load": os.getloadavg()[0]})
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    return {"rows": rows}
+    return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown, one line for each case with both engines."""
-    lines = ["| prompt | requests | | sequences that fit | tokens/s | first token, s | between tokens, ms | load |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    for row in sorted(rows, key=lambda row: (row["prompt"], row["requests"], row["engine"] == OURS)):
-        numbers = f"{row['tokens_per_s']:.1f} | {row['ttft']:.2f} | {1000 * row['tpot']:.1f} | {row['load']:.1f} |"
-        lines.append(f"| {row['prompt']} | {row['requests']} | {row['engine']} | {row['fit']} | {numbers}")
-    return "\n".join(lines)
-
-
-def in_process(module: str, given: list[str], engine: object) -> Any:
+def in_process(module: str, arguments: list[str] | None, engine: object) -> Any:
     """What `python -m module` prints last, as JSON, of the engine that is named so: each has a process of its own."""
+    given = sys.argv[1:] if arguments is None else arguments
     command = [sys.executable, "-m", module, *given, "--engine", str(engine)]
     child = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(command, env=child, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def write(path: Path, settings: dict[str, Any], rows: list[dict[str, Any]], page: str) -> None:
-    """The results as JSON, and beside them the page of their table, which is printed."""
+def write(
+    path: Path, options: argparse.Namespace, rows: list[Row], said: str, header: Sequence[str], lines: list[list]
+) -> None:
+    """The results as JSON, and beside them a page with what `said` and a table, which is printed."""
+    settings = {name: value for name, value in vars(options).items() if name not in ("output", "engine")}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"environment": environment(), "settings": settings, "rows": rows}, indent=1) + "\n")
-    path.with_suffix(".md").write_text(page + "\n")
+    page = f"Written by {said}.\n\n{table(header, lines, '---')}"
+    path.with_suffix(".md").write_text(page)
     print(page)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     """Run both engines, each in a process of its own."""
-    options = parse(arguments)
+    how = {"policy": "fastkv", "budget": 1024, "block": 512, "prompts": [2048, 7680], "requests": [1, 16]}
+    options = parse("perf.serving", __doc__, arguments, **how, answer=256, cache_mib=1024, dtype="float32")
     if options.engine:
         print(json.dumps(measure(options)))
-        return 0
-    given, rows = sys.argv[1:] if arguments is None else arguments, []
-    for engine in (STOCK, OURS):
-        rows += in_process("perf.serving", given, engine)["rows"]
+        return
+    rows = [row for engine in (STOCK, OURS) for row in in_process("perf.serving", arguments, engine)]
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["prompt"], row["requests"], row["engine"] == OURS)):
+        times = f"{row['tokens_per_s']:.1f}", f"{row['ttft']:.2f}", f"{1000 * row['tpot']:.1f}", f"{row['load']:.1f}"
+        lines.append([row["prompt"], row["requests"], row["engine"], row["fit"], *times])
     names = ("policy", "budget", "block", "answer", "cache_mib", "dtype", "model")
-    settings = {name: getattr(options, name) for name in names}
+    said = f"`python -m perf.serving`: {', '.join(f'{name} {getattr(options, name)}' for name in names)}"
+    header = (
+        "prompt",
+        "requests",
+        "",
+        "sequences that fit",
+        "tokens/s",
+        "first token, s",
+        "between tokens, ms",
+        "load",
+    )
     device = "gpu" if torch.cuda.is_available() else "cpu"
-    said = ", ".join(f"{name} {value}" for name, value in settings.items())
-    page = f"Written by `python -m perf.serving`: {said}.\n\n{table(rows)}"
-    write(options.output / f"{device}.json", settings, rows, page)
-    return 0
+    write(options.output / f"{device}.json", options, rows, said, header, lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,8 +8,6 @@ block before the model reads the question at its end. Needs vLLM's environment (
 which any other command unpacks, or --model DIR. Writes answers.json and answers.md; time is not its subject.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -32,27 +30,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import fastkv
 from fastkv.lab import facts, pretrained
 
-from .serving import RESULTS, write
+from .serving import parse, write
 
 NEW, CLIENTS, START = 24, 16, 600  # tokens of an answer, requests at once, seconds
+ROOM = 256  # tokens of a question and its answer behind a text
 STOCK, OURS, LIBRARY = "vLLM", "fastkv in vLLM", "fastkv.patch"
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="perf.serving_answers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    option = parser.add_argument
-    option("--model", default=pretrained.SMOLLM2, help="smollm2 or a directory (default: %(default)s)")
-    option("--length", type=int, default=4096, help="tokens of a text (default: %(default)s)")
-    option("--texts", type=int, default=3, help="texts, twelve questions each (default: %(default)s)")
-    option("--budget", type=int, default=1024, help="tokens per KV head, mean (default: %(default)s)")
-    option("--slots", default="int8", help="how they are stored (default: %(default)s)")
-    option("--block", type=int, default=512, help="prefill_block (default: %(default)s)")
-    option("--cache-mib", type=int, default=512, help="memory of either cache (default: %(default)s)")
-    option("--output", type=Path, default=RESULTS, help="directory for the results")
-    return parser.parse_args(arguments)
 
 
 @contextmanager
@@ -65,7 +47,7 @@ def server(model: str, options: argparse.Namespace, settings: dict[str, Any], lo
         "model": model,
         "port": port,
         "dtype": "float32",
-        "max-model-len": longest(options),
+        "max-model-len": options.length + ROOM,
         "max-num-seqs": CLIENTS,
         "max-num-batched-tokens": 2048 + CLIENTS,
         "kv-cache-memory-bytes": options.cache_mib * 2**20,
@@ -78,7 +60,7 @@ def server(model: str, options: argparse.Namespace, settings: dict[str, Any], lo
     client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=START)
     try:
         deadline = time.monotonic() + START
-        while not there(client):
+        while not answers(client):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"the server did not start:\n{log.read_text()[-3000:]}")
             time.sleep(1)
@@ -88,13 +70,7 @@ def server(model: str, options: argparse.Namespace, settings: dict[str, Any], lo
         process.wait()
 
 
-def longest(options: argparse.Namespace) -> int:
-    """max_model_len: room for a question and its answer behind a text."""
-    return int(options.length) + 256
-
-
-def there(client: OpenAI) -> bool:
-    """Whether the server answers."""
+def answers(client: OpenAI) -> bool:
     try:
         return bool(client.models.list().data)
     except APIError:
@@ -116,7 +92,7 @@ def asked(client: OpenAI, model: str, prompts: list[list[int]]) -> list[str]:
 def alone(model: str, tokenizer: Any, options: argparse.Namespace, prompts: list[list[int]]) -> list[str]:
     """Greedy answers of the library, each prompt by itself, with the settings of the server."""
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    budget = fastkv.Budget(tokens=options.budget, context=longest(options))
+    budget = fastkv.Budget(tokens=options.budget, context=options.length + ROOM)
     fastkv.patch(loaded, budget=budget, prefill_block=options.block, slots=options.slots)
     said = []
     for number, prompt in enumerate(prompts, 1):
@@ -126,22 +102,10 @@ def alone(model: str, tokenizer: Any, options: argparse.Namespace, prompts: list
     return said
 
 
-def table(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
-    """Markdown, one line for each that answered."""
-    lines = [
-        f"| | right, of {rows[0]['asked']} that vLLM's own cache answers | answers equal to those of `{LIBRARY}` |",
-        "|---|---|---|",
-    ]
-    lines += [f"| {row['who']} | {row['right']} | {row['equal']} of {row['all']} |" for row in rows]
-    said = (
-        f"{options.texts} texts of {options.length} tokens, {options.budget} tokens per KV head kept in {options.slots}"
-    )
-    return f"Written by `python -m perf.serving_answers`: {said}, blocks of {options.block}.\n\n" + "\n".join(lines)
-
-
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     """Ask two servers, one after the other, and the library."""
-    options = parse(arguments)
+    how = {"length": 4096, "texts": 3, "budget": 1024, "slots": "int8", "block": 512, "cache_mib": 512}
+    options = parse("perf.serving_answers", __doc__, arguments, **how)
     model, _ = pretrained.place(options.model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     samples = [facts.sample(tokenizer, options.length, seed, both=True) for seed in range(options.texts)]
@@ -156,22 +120,19 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{who}: {len(prompts)} answers", flush=True)
     said[LIBRARY] = alone(model, tokenizer, options, prompts)
     right = {who: [one.answered_by(text) for text, (_, one) in zip(texts, questions)] for who, texts in said.items()}
-    known = right[STOCK]
-    rows = [
-        {
-            "who": who,
-            "asked": sum(known),
-            "right": sum(yes for yes, full in zip(right[who], known) if full),
-            "equal": sum(one == other for one, other in zip(texts, said[LIBRARY])),
-            "all": len(texts),
-            "answers": texts,
-        }
-        for who, texts in said.items()
-    ]
-    settings = {name: value for name, value in vars(options).items() if name != "output"}
-    write(options.output / "answers.json", settings, rows, table(rows, options))
-    return 0
+    known, rows = right[STOCK], []
+    for who, texts in said.items():
+        counts = {"right": sum(yes for yes, full in zip(right[who], known) if full)}
+        counts["equal"] = sum(one == other for one, other in zip(texts, said[LIBRARY]))
+        rows.append({"who": who, "asked": sum(known), **counts, "all": len(texts), "answers": texts})
+    lines = [[row["who"], row["right"], f"{row['equal']} of {row['all']}"] for row in rows]
+    header = ("", f"right, of {sum(known)} that vLLM's own cache answers", f"answers equal to those of `{LIBRARY}`")
+    told = (
+        f"`python -m perf.serving_answers`: {options.texts} texts of {options.length} tokens, {options.budget} tokens "
+    )
+    told += f"per KV head kept in {options.slots}, blocks of {options.block}"
+    write(options.output / "answers.json", options, rows, told, header, lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,18 +1,13 @@
 """What every report is made of: result files, Markdown tables, pages, plots."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import matplotlib
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.ticker import ScalarFormatter
+from fastkv.lab import common
 
 NONE = "not measured"
 Row = dict[str, Any]
@@ -38,11 +33,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], rule: str | S
     return "".join([head, f"|{'|'.join(rules)}|\n", *lines]) if lines else ""
 
 
-def page(template: Path, **facts: Any) -> str:
-    """A Jinja template filled in, in which `table` makes tables with the rule "---". It ends with one newline."""
+def filled(template: str, filters: Mapping[str, Callable[..., Any]] = {}, **facts: Any) -> str:
+    """A Jinja template filled in, in which `table` makes tables with the rule "---"; without blanks around it."""
     words = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     words.globals["table"] = lambda header, rows: table(header, rows, "---")
-    return words.from_string(template.read_text(encoding="utf-8")).render(facts).strip() + "\n"
+    words.filters |= filters
+    return words.from_string(template).render(facts).strip()
 
 
 def between(text: str, begin: str, end: str) -> str:
@@ -62,7 +58,10 @@ def plot(
     folder: Path, name: str, title: str, labels: tuple[str, str], lines: dict[str, list[tuple[float, float]]]
 ) -> None:
     """A PNG of lines over logarithmic axes, with one marker a measurement. labels: of x and y."""
-    figure, axes = plt.subplots(figsize=(7, 4.5))
+    from matplotlib.ticker import ScalarFormatter
+
+    figure = common.figure(7, 4.5)
+    axes = figure.subplots()
     for label, points in lines.items():
         axes.plot(*zip(*sorted(points)), marker="o", ms=4, label=label, lw=2 if label.startswith("fastkv") else 1)
     axes.set_xscale("log", base=2)
@@ -71,8 +70,6 @@ def plot(
     for formatted in (axes.xaxis.set_major_formatter, axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         formatted(ScalarFormatter())
     axes.set(title=title, xlabel=labels[0], ylabel=labels[1])
-    axes.grid(alpha=0.3)
+    common.finish(axes)
     axes.legend(fontsize=7)
-    figure.tight_layout()
     figure.savefig(folder / f"{name}.png", dpi=120)
-    plt.close(figure)

@@ -4,11 +4,9 @@ A case is a call of a function of `fastkv.kernels` with tensors that have shapes
 have compiled is a variant: types, specialisations, constants and options are the launchers' own.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
@@ -42,7 +40,9 @@ NUMBERS = ("_flash.runs", "window_scores.merge", "expected_attention.sum", "expe
 LEAVING = ("evict.evict", "compact.moments", "compact.merge")
 PREFILL = "prefill_attention.prefill"
 SHARES = (0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7)  # of heads of unequally many slots
-CASES = Path(__file__).with_suffix(".txt").read_text()  # a line: a function below and its arguments, see `cases`
+CASES = (
+    Path(__file__).with_suffix(".txt").read_text()
+)  # a line: a function or score below and its arguments, see `cases`
 BATCH = {16: 1, 8: 4, 4: 8, 1: 16}  # in which 8 heads have so many programs each, on an H200
 
 
@@ -64,7 +64,6 @@ CHIPS = {
 
 
 def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -88,7 +87,7 @@ def layer(
     """
     kept, shares = dict(correction=correction, attention=attention, slots=slots), SHARES[:heads] if ragged else None
     like: dict[str, Any] = dict(shares=shares, dtype=DTYPES[dtype], device="meta")
-    state = filled(batch, heads, dim, tokens, free=spare, **kept, **like)  # type: ignore[arg-type]
+    state = filled(batch, heads, dim, tokens, free=spare, **kept, **like)
     state.exact.codec = Shapes()
     if cross:
         state.moments.slope = None
@@ -106,7 +105,7 @@ def layer(
 def block(state: LayerState, length: int, groups: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of so many tokens."""
     sizes = (state.heads * groups, state.heads, state.heads)
-    return tuple(new(state.batch, size, length, dim, dtype=state.exact.dtype) for size in sizes)  # type: ignore[return-value]
+    return tuple(new(state.batch, size, length, dim, dtype=state.exact.dtype) for size in sizes)
 
 
 def candidates(state: LayerState, more: int = 0) -> tuple[int, int, int]:
@@ -115,12 +114,10 @@ def candidates(state: LayerState, more: int = 0) -> tuple[int, int, int]:
 
 
 def mask(*shape: int) -> Tensor:
-    """Booleans."""
     return new(*shape, dtype=torch.bool)
 
 
 def decode(dim: int, splits: int = 16, groups: int = 4, append: bool = True, **kept: Any) -> None:
-    """A step."""
     state, rule = layer(dim, groups=groups, **{"batch": BATCH[splits]} | kept)
     q, k, v = block(state, 1, groups, dim)
     operations.decode_step(q[:, :, 0], *((k, v) if append else (None, None)), state, rule)
@@ -169,54 +166,11 @@ def signals(dim: int, **kept: Any) -> None:
     operations.slot_signals(new(*candidates(state), dtype=torch.int32), state, rule)
 
 
-def keys_of(dim: int, length: int, dtype: str = "bf16") -> tuple[Tensor, Tensor]:
-    """Keys of a prompt and which are real."""
-    return new(1, 8, length, dim, dtype=DTYPES[dtype]), mask(1, 8, length)
-
-
-def keydiff(dim: int) -> None:
-    """Distances to the mean of unit keys."""
-    keys, real = keys_of(dim, 4096)
-    operations.keydiff_scores(keys, "normalized_mean", distance="cosine", mask=real)
-
-
-def manifold(dim: int, window: int) -> None:
-    """Distances to means of windows of real tokens."""
-    keys, real = keys_of(dim, 4096)
-    operations.manifold_scores(keys, window, "linf", mask=real)
-
-
-def leverage(dim: int, columns: int = 64) -> None:
-    """Of sketched keys."""
-    keys, real = keys_of(dim, 4096)
-    operations.sketched_leverage(keys, new(dim, columns), "cholesky", mask=real, centre=True)
-
-
 def residuals(dim: int, attention: bool = True, dtype: str = "bf16", **kept: Any) -> None:
     """What moments miss of stored tokens."""
     state, _ = layer(dim, dtype=dtype, **kept)
     exact, received = state.exact, new(*candidates(state)) if attention else None
-    assert exact.values is not None
     operations.moment_scores(received, exact.keys, exact.values, state.moments, 0.1)
-
-
-def mass(dim: int, chunk: int = 256, ordered: bool = False, sinks: bool = False) -> None:
-    """Attention within chunks."""
-    (keys, real), q = keys_of(dim, 4096), new(1, 32, 4096, dim, dtype=torch.bfloat16)
-    given = dict(mask=real if ordered else None, sink_logits=new(32) if sinks else None)
-    operations.noncausal_attention_mass(q, keys, 0.1, chunk, **given)
-
-
-def peaks(dim: int, sinks: bool = False) -> None:
-    """The largest weight that each key gets."""
-    (keys, real), q = keys_of(dim, 4096), new(1, 32, BLOCK, dim, dtype=torch.bfloat16)
-    operations.peak_attention(q, keys, 0.1, valid=real, asked=mask(1, BLOCK), sink_logits=new(32) if sinks else None)
-
-
-def expected(dim: int) -> None:
-    """Attention of queries to come."""
-    (keys, real), heads = keys_of(dim, 4096), 32
-    operations.expected_attention(keys, new(1, heads, 1, dim), new(1, heads, dim, dim), 0.1, valid=real)
 
 
 def standard() -> None:
@@ -236,14 +190,42 @@ def selected(length: int, masked: bool = False, ragged: bool = False) -> None:
     )
 
 
-def window(dim: int, bias: bool = False, cap: bool = False) -> None:
-    """Attention of the last queries."""
-    (keys, real), asking = keys_of(dim, 4096), 32
-    window_scores.window_scores(
-        q=new(1, 32, asking, dim, dtype=keys.dtype), keys=keys, scale=0.1, softcap=50.0 if cap else None,
-        positions=new(1, 8, 4096, dtype=torch.int32), query_positions=new(1, asking, dtype=torch.int64), valid=real,
-        query_valid=mask(1, asking), log_mass=new(1, 32, asking), bias=new(1, 8, 4096) if bias else None,
-    )  # fmt: skip
+def queries(keys: Tensor, num: int) -> Tensor:
+    """Of four heads for each one of keys."""
+    return new(1, 4 * keys.shape[1], num, keys.shape[-1], dtype=keys.dtype)
+
+
+# Scores of a prompt: functions of its keys [1, 8, 4096, D], of which are real, and of the other words of a case.
+SCORES: dict[str, Callable[..., Any]] = {
+    "keydiff": lambda keys, real: operations.keydiff_scores(keys, "normalized_mean", distance="cosine", mask=real),
+    "manifold": lambda keys, real, window: operations.manifold_scores(keys, window, "linf", mask=real),
+    "leverage": lambda keys, real, columns=64: operations.sketched_leverage(
+        keys, new(keys.shape[-1], columns), "cholesky", mask=real, centre=True
+    ),
+    "mass": lambda keys, real, chunk=256, ordered=False, sinks=False: operations.noncausal_attention_mass(
+        queries(keys, 4096), keys, 0.1, chunk, mask=real if ordered else None, sink_logits=new(32) if sinks else None
+    ),
+    "peaks": lambda keys, real, sinks=False: operations.peak_attention(
+        queries(keys, BLOCK), keys, 0.1, valid=real, asked=mask(1, BLOCK), sink_logits=new(32) if sinks else None
+    ),
+    "expected": lambda keys, real: operations.expected_attention(
+        keys, new(1, 32, 1, keys.shape[-1]), new(1, 32, keys.shape[-1], keys.shape[-1]), 0.1, valid=real
+    ),
+    "window": lambda keys, real, bias=False, cap=False: window_scores.window_scores(
+        q=queries(keys, 32), keys=keys, scale=0.1, softcap=50.0 if cap else None,
+        positions=new(1, 8, 4096, dtype=torch.int32), query_positions=new(1, 32, dtype=torch.int64), valid=real,
+        query_valid=mask(1, 32), log_mass=new(1, 32, 32), bias=new(1, 8, 4096) if bias else None,
+    ),
+}  # fmt: skip
+
+
+def launch(call: str, **given: Any) -> None:
+    """What a case says."""
+    if call in SCORES:
+        keys = new(1, 8, 4096, given.pop("dim"), dtype=torch.bfloat16)
+        SCORES[call](keys, mask(1, 8, 4096), **given)
+    else:
+        globals()[call](**given)
 
 
 def cases(table: str = CASES) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -272,22 +254,18 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Unique among those of its chip."""
         words = (name if value is True else f"{name}={value}" for name, value in self.given.items())
         return " ".join((self.of, *words))
 
     def constant(self, name: str) -> Any:
-        """The value of a constant argument."""
         return self.source.constants[(self.kernel.arg_names.index(name),)]
 
     @property
     def tickets(self) -> bool:
-        """Whether its programs take tickets."""
         return any(name == "tickets_ptr" and kind != "constexpr" for name, kind in members(self.source.signature))
 
     @property
     def wide(self) -> bool:
-        """Whether loads of 16 bytes are expected."""
         whole = self.of == "select.select" and self.source.signature["key_ptr"] == "constexpr"  # rows of any length
         ragged = self.of == "evict.candidates" and "ragged" in self.given
         return not (whole or ragged or self.of in NUMBERS)
@@ -338,7 +316,7 @@ def recorded(chip: str, table: str = CASES) -> list[Variant]:
                 changes.enter_context(mock.patch.object(module, name, asked[name]))
         for call, given in cases(table):
             try:
-                globals()[call](**given)
+                launch(call, **given)
             except FastKVError:
                 if chip == "90":
                     raise

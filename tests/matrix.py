@@ -5,7 +5,7 @@
     python -m tests.matrix --with transformers-5.10.0=DIR      DIR has that version already (pip install --target DIR)
 
 A version lies in a directory of its own that is put before the environment's packages; nothing is installed into the
-environment. Writes perf/results/versions/versions.json and versions.txt and exits with 1 if anything failed.
+environment. Writes perf/results/versions/versions.json and exits with 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import distributions, version
 from pathlib import Path
+from typing import Any
 
 from perf.engine import digest
 
@@ -34,13 +35,11 @@ INTEGRATION = (
     "exact",
     "generate",
     "flash_base",
-    "bounds",
     "refusals",
     "deferred",
     "compile",
     "saved",
     "batches",
-    "conversations",
     "interruption",
     "devices",
     "families",
@@ -50,9 +49,6 @@ INTEGRATION = (
 )
 INTERPRETED = ("ops", "kernels_decode", "kernels_evict", "kernels_select")
 COMPILED = ("90",)  # for which chips a variant of every kernel is compiled; all variants: perf/results/aot_*.txt
-
-
-Job = Callable[["Target", Path, str], tuple[int, int, list[str]]]  # passed, failed, and why
 
 
 @dataclass(frozen=True)
@@ -73,11 +69,6 @@ class Target:
     def package(self) -> str:
         return self.name.split("-")[0]
 
-    def jobs(self) -> list[tuple[Job, str, str]]:
-        """What does a job, what it is told, and the name of its outcome."""
-        tests: list[tuple[Job, str, str]] = [(test, file, file) for file in self.tests]
-        return tests + [(compile_ahead, chip, f"compile for {chip}") for chip in self.chips]
-
 
 TARGETS = (
     Target("transformers-5.10.0", "transformers==5.10.0", INTEGRATION),
@@ -89,26 +80,6 @@ TARGETS = (
 )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What one file, or the compilation of one kernel module, did on one version.
-
-    Attributes:
-        target: name of the Target.  version: what was really there.  what: test file or kernel module.
-        passed, failed: tests, or variants of kernels.  failures: what failed and the first line of why.
-        source: digest of fastkv/ that was tested.
-    """
-
-    target: str
-    version: str
-    what: str
-    passed: int
-    failed: int
-    seconds: float
-    failures: list[str]
-    source: str
-
-
 def directory(target: Target, given: dict[str, Path]) -> Path:
     """Where the version lies; installed there first unless it was given."""
     if target.name in given:
@@ -117,18 +88,8 @@ def directory(target: Target, given: dict[str, Path]) -> Path:
     if not place.is_dir():
         # The environment's numpy, because other packages are compiled against it.
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(place), target.requirement]
-        done = subprocess.run([*command, f"numpy=={version('numpy')}"] if target.package != "triton" else command)
-        if done.returncode:
-            raise SystemExit(f"pip could not install {target.requirement}; pass --with {target.name}=DIR")
+        subprocess.run([*command, f"numpy=={version('numpy')}"] if target.package != "triton" else command, check=True)
     return place
-
-
-def installed(place: Path, package: str) -> str:
-    """The version of the package in the directory."""
-    found = [one.version for one in distributions(path=[str(place)]) if one.metadata["Name"] == package]
-    if not found:
-        raise SystemExit(f"{place} has no {package}; install it with pip install --target {place} {package}")
-    return found[0]
 
 
 def environment(place: Path, interpret: bool) -> dict[str, str]:
@@ -138,75 +99,59 @@ def environment(place: Path, interpret: bool) -> dict[str, str]:
     return {**env, "TRITON_INTERPRET": "1"} if interpret else env
 
 
-def test(target: Target, place: Path, file: str) -> tuple[int, int, list[str]]:
-    """Passed, failed and why, of one test file."""
+def test(place: Path, file: str) -> tuple[int, list[str]]:
+    """How many tests of a file passed, and which did not, and why."""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", f"tests/test_{file}.py"]
         done = subprocess.run(command, cwd=ROOT, env=environment(place, True), capture_output=True, text=True)
         if not report.is_file():
-            return 0, 1, [f"{file}: pytest died: {(done.stderr or done.stdout)[-300:]}"]
+            return 0, [f"{file}: pytest died: {(done.stderr or done.stdout)[-300:]}"]
         cases = list(ET.parse(report).iter("testcase"))
     failures = []
     for case in cases:
         for problem in (*case.findall("failure"), *case.findall("error"), *case.findall("skipped")):
             why = (problem.get("message") or problem.tag).strip().splitlines()[0][:300]
             failures.append(f"{case.get('name')}: {why}")
-    return len(cases) - len(failures), len(failures), failures
+    return len(cases) - len(failures), failures
 
 
-def compile_ahead(target: Target, place: Path, chip: str) -> tuple[int, int, list[str]]:
-    """Variants within limits, beyond them, and which: one variant of every kernel, for one chip."""
+def compile_ahead(place: Path, chip: str) -> tuple[int, list[str]]:
+    """How many variants are within limits, and which are not: one variant of every kernel, for one chip."""
     command = [sys.executable, "-m", "perf.aot", "--sample", "--arch", chip]
     done = subprocess.run(command, cwd=ROOT, env=environment(place, False), capture_output=True, text=True)
     lines = done.stdout.splitlines()
     bad = [" ".join(line.split())[:300] for line in lines if "FAIL" in line]
-    good = sum(line.endswith(" ok") for line in lines)
     if done.returncode and not bad:
         bad = [f"{chip}: {(done.stderr or done.stdout)[-300:]}"]
-    return good, len(bad), bad
+    return sum(line.endswith(" ok") for line in lines), bad
 
 
-def outcomes(target: Target, place: Path, only: tuple[str, ...]) -> Iterator[Outcome]:
-    """Everything that the target asks for, one after the other."""
-    source = digest("fastkv")
-    there = installed(place, target.package)
-    for job, what, name in target.jobs():
+def outcomes(target: Target, place: Path, only: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Of everything that the target asks for, one after the other: what was really there, which tests or variants of
+    kernels passed, which failed and why, and of which fastkv.
+    """
+    (there,) = (one.version for one in distributions(path=[str(place)]) if one.metadata["Name"] == target.package)
+    jobs = [(test, file, file) for file in target.tests]
+    jobs += [(compile_ahead, chip, f"compile for {chip}") for chip in target.chips]
+    for job, what, name in jobs:
         if only and what not in only:
             continue
         start = time.monotonic()
-        passed, failed, failures = job(target, place, what)
+        passed, failures = job(place, what)
         seconds = round(time.monotonic() - start, 1)
-        print(f"{target.name:22s} {name:26s} {passed:4d} passed {failed:3d} failed {seconds:6.1f} s", flush=True)
-        for line in failures:
-            print(f"    {line}", flush=True)
-        yield Outcome(target.name, there, name, passed, failed, seconds, failures, source)
+        print(f"{target.name:22s} {name:26s} {passed:4d} passed {len(failures):3d} failed {seconds:6.1f} s", flush=True)
+        print(*(f"    {line}\n" for line in failures), sep="", end="", flush=True)
+        found = {"passed": passed, "failed": len(failures), "seconds": seconds, "failures": failures}
+        yield {"target": target.name, "version": there, "what": name, **found, "source": digest("fastkv")}
 
 
-def table(found: list[Outcome]) -> str:
-    """A row for every file, a column for every version: tests passed, and failed if any; then what failed."""
-    names = list(dict.fromkeys(one.target for one in found))
-    versions = {one.target: one.version for one in found}
-    heads = [f"{name.split('-')[0]} {versions[name]}" for name in names]
-    cells = {(one.what, one.target): f"{one.passed} ok" + f", {one.failed} failed" * (one.failed > 0) for one in found}
-    width = [max(20, len(head)) for head in heads]
-    lines = [" " * 26 + "  ".join(head.rjust(size) for head, size in zip(heads, width))]
-    for what in dict.fromkeys(one.what for one in found):
-        row = [cells.get((what, name), "").rjust(size) for name, size in zip(names, width)]
-        lines.append(what.ljust(26) + "  ".join(row))
-    broken = [f"{one.target} {one.what}: {line}" for one in found for line in one.failures]
-    return "\n".join([*lines, "", *(broken or ["nothing failed"])]) + "\n"
-
-
-def record(new: list[Outcome]) -> None:
-    """Put new outcomes in the place of old ones of the same file and version, and write both files."""
+def record(new: dict[str, Any]) -> None:
+    """Put an outcome in the place of an old one of the same file and version."""
     path = RESULTS / "versions.json"
-    old = [Outcome(**one) for one in json.loads(path.read_text())] if path.is_file() else []
-    both = {(one.target, one.what): one for one in [*old, *new]}
-    order = [(target.name, what) for target in TARGETS for _, _, what in target.jobs()]
-    kept = [both[key] for key in order if key in both]
-    path.write_text(json.dumps([asdict(one) for one in kept], indent=1) + "\n")
-    (RESULTS / "versions.txt").write_text(table(kept))
+    old = json.loads(path.read_text()) if path.is_file() else []
+    both = {(one["target"], one["what"]): one for one in [*old, new]}
+    path.write_text(json.dumps([both[key] for key in sorted(both)], indent=1) + "\n")
 
 
 def main() -> int:
@@ -221,14 +166,13 @@ def main() -> int:
     if set(given) - set(names):
         raise SystemExit(f"--with knows {', '.join(names)}; got {', '.join(sorted(set(given) - set(names)))}")
     only = tuple(filter(None, options.files.split(",")))
-    new: list[Outcome] = []
+    failed = 0
     for target in TARGETS:
         if not options.only or target.name in options.only:
             for one in outcomes(target, directory(target, given), only):
-                new.append(one)
-                record([one])  # at once, because a run takes long and may be stopped
-    print("\n" + table(new))
-    return int(any(one.failed for one in new))
+                failed += one["failed"]
+                record(one)  # at once, because a run takes long and may be stopped
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

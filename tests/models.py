@@ -94,6 +94,31 @@ def compressed_layers(cache):
     return [index for index, layer in enumerate(cache.layers) if isinstance(layer, FastKVLayer)]
 
 
+def held(cache, layer, row):
+    """For every head of a row, the sets of positions with and without a value."""
+    state = cache.layers[layer].state
+    return [
+        [set(tier["positions"][row, head, : int(tier.lengths[row, head])].tolist()) for tier in state.tiers.values()]
+        for head in range(state.heads)
+    ]
+
+
+def account(cache, seen, sinks=0, recent=0):
+    """Every head has stored or evicted each of the tokens that its row has seen [B], once; the first and the last ones
+    it has stored; all is finite.
+    """
+    for layer in compressed_layers(cache):
+        state, stored = cache.layers[layer].state, cache.stored(layer)
+        assert torch.equal(state.seen, seen)
+        assert torch.equal(stored + cache.moments(layer).count, seen[:, None].expand_as(stored))
+        for row, end in enumerate(seen.tolist()):
+            for head, tiers in enumerate(held(cache, layer, row)):
+                kept = set().union(*tiers)
+                assert len(kept) == sum(map(len, tiers)) == int(stored[row, head]) and kept <= set(range(end))
+                assert {*range(min(sinks, end)), *range(max(end - recent, 0), end)} <= kept
+        assert all(tensor.isfinite().all() for _, tensor in state.named_tensors())
+
+
 def query_calibration(model, seed=0):
     """Random statistics of the queries of a Llama-like model, all dimensions turned."""
     config, draw = model.config, torch.Generator().manual_seed(seed)
@@ -127,6 +152,14 @@ def policy(name, directory, model=None):
 def small(**options):
     """A budget of 20 tokens, 2 of them sinks and 4 recent."""
     return fastkv.Budget(**{"tokens": 20, "sinks": 2, "recent": 4, **options})
+
+
+def raises(message, call, *args, **options):
+    """The call raises FastKVError with one sentence that matches the message."""
+    with pytest.raises(fastkv.FastKVError, match=message) as error:
+        call(*args, **options)
+    text = str(error.value)
+    assert "\n" not in text and len(text) > 30, text
 
 
 def refused(message, call, *args, **options):

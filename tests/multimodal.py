@@ -12,38 +12,20 @@ from .models import SHAPE
 VOCAB, IMAGE, AUDIO = 128, 120, 121
 START, END = 122, 123
 TEXT = {**SHAPE, "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96}
-HEARING = {
-    "num_mel_bins": 8,
-    "max_source_positions": 16,
-    "d_model": 32,
-    "encoder_layers": 6,  # more than the decoder has
-    "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-}
-
-# Of each model that hears: its class, and the parts of its config; those that see are `families`'.
+# Encoders of more layers than the decoder has, and the parts of the config of each model that hears; those that see are
+# `families`'.
+EARS = {"num_mel_bins": 8, "max_source_positions": 16}
+QWEN = {"d_model": 32, "encoder_layers": 6, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
+VOXTRAL = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 6, "num_attention_heads": 2}
+CLASSES = {"qwen2_audio": "Qwen2AudioForConditionalGeneration", "voxtral": "VoxtralForConditionalGeneration"}
 MODELS = {
-    "qwen2_audio": (
-        "Qwen2AudioForConditionalGeneration",
-        {"text_config": {**TEXT, "model_type": "qwen2"}, "audio_config": HEARING},
-        {"audio_token_index": AUDIO},
-    ),
-    "voxtral": (
-        "VoxtralForConditionalGeneration",
-        {
-            "text_config": {**TEXT, "model_type": "llama"},
-            "audio_config": {
-                "num_mel_bins": 8,
-                "max_source_positions": 16,
-                "hidden_size": 32,
-                "intermediate_size": 128,
-                "num_hidden_layers": 6,
-                "num_attention_heads": 2,
-            },
-        },
-        {"audio_token_id": AUDIO},
-    ),
-}
+    "qwen2_audio": {
+        "text_config": {**TEXT, "model_type": "qwen2"}, "audio_config": EARS | QWEN, "audio_token_index": AUDIO,
+    },
+    "voxtral": {
+        "text_config": {**TEXT, "model_type": "llama"}, "audio_config": EARS | VOXTRAL, "audio_token_id": AUDIO,
+    },
+}  # fmt: skip
 ROTARY_3D = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 SEE = ("gemma3", "llava", "mistral3", *ROTARY_3D)
 HEAR = ("qwen2_audio", "voxtral")
@@ -53,11 +35,10 @@ def build(name, base="sdpa"):
     """A seeded model whose attention matters: weights large enough that what is attended to shows in the logits."""
     if name in SEE:
         return tiny.build(name, base)
-    kind, parts, options = MODELS[name]
-    config = CONFIG_MAPPING[name](**parts, **options)
+    config = CONFIG_MAPPING[name](**MODELS[name])
     config._attn_implementation = base
     torch.manual_seed(0)
-    model = getattr(transformers, kind)(config).eval()
+    model = getattr(transformers, CLASSES[name])(config).eval()
     generator = torch.Generator().manual_seed(0)
     for place, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
@@ -98,11 +79,16 @@ def types(name, ids):
     return {called[name]: (ids == IMAGE).long()} if name in called else {}
 
 
+def told(name, *parts):
+    """What the model and generate are given of ids [1, T] in parts, without images and sounds."""
+    ids = torch.cat(parts, 1)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **types(name, ids)}
+
+
 def prompt(name, before=21, after=17):
     """Text with one image or sound in it, as arguments of the model and of generate."""
     own, given = medium(name)
-    ids = torch.cat([text(before), own, text(after, 2)], 1)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **types(name, ids), **given}
+    return told(name, text(before), own, text(after, 2)) | given
 
 
 def generated(model, given, new=6, **options):

@@ -138,7 +138,6 @@ def check(mutation: Mutation, free: queue.Queue[Path]) -> tuple[str, str, float]
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__.split("\n")[0])
     parser.add_argument("--jobs", type=int, default=2, help="bugs tried at once (default 2)")
-    parser.add_argument("--out", type=Path, help="also write the table to this file")
     parser.add_argument("--only", default="", help="bugs whose file or description contains this text")
     options = parser.parse_args(arguments)
     chosen = [one for one in MUTATIONS if options.only in f"{one.file} {one.what}"]
@@ -146,11 +145,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(f"no bug's file or description contains {options.only!r}; leave --only away to try all")
     os.environ["TRITON_INTERPRET"] = "1"  # as in conftest, which comes too late where triton is imported already
     PROCESSES.set_forkserver_preload(PRELOADED)
-    lines = []
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-        lines.append(line)
 
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(options.jobs) as pool:
         free = copies(options.jobs, Path(directory))
@@ -161,12 +155,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         caught = 0
         for one, (verdict, words, seconds) in zip(chosen, pool.map(lambda one: check(one, free), chosen)):
             caught += verdict == "caught"
-            say(f"{verdict:8}  {seconds:4.0f} s  {one.file:28}  {one.what:62}  {words}")
+            print(f"{verdict:8}  {seconds:4.0f} s  {one.file:28}  {one.what:62}  {words}", flush=True)
         outcome, words = unchanged.result()
     sound = "pass" if outcome == "passed" else f"do not pass: {words}"
-    say(f"{caught} of {len(chosen)} bugs caught; without a bug the tests {sound}")
-    if options.out:
-        options.out.write_text("\n".join(lines) + "\n")
+    print(f"{caught} of {len(chosen)} bugs caught; without a bug the tests {sound}")
     return int(caught < len(chosen) or outcome != "passed")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from contextlib import contextmanager
 from dataclasses import fields, replace
 
@@ -21,6 +22,7 @@ from fastkv.reference import FORMATS, LayerState, Moments, Slots, Spec
 Workspace, num_programs, PER_SM = launch.Workspace, launch.num_programs, launch.PER_SM
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["reference", "cpu", "triton"]
+GAP = 5  # slots of a slab that no head owns
 OF_ORDER = {None: "none", 0: "mean", 1: "moments"}  # the corrections that read moments of this order
 
 
@@ -141,6 +143,33 @@ def in_pages(state, rows, pages):
     placed = form.view(buffer).at(torch.tensor(rows, device=DEVICE))
     placed.put(state)
     return placed
+
+
+def deal(capacities):
+    """starts [B, Hkv + 1] int32 and the size of the slab, for capacities [B][Hkv]."""
+    owned = torch.tensor(capacities)
+    starts = torch.cat([torch.zeros(len(owned), 1, dtype=torch.long), owned.cumsum(1)], 1)
+    return starts.int(), int(starts.max()) + GAP
+
+
+def slab_of(rows, starts, size):
+    """A slab whose heads own the first rows of rows [B, Hkv, N, ...]; what nobody owns is -7."""
+    slab = torch.full((len(rows), size, *rows.shape[3:]), -7, dtype=rows.dtype)
+    for b, row in enumerate(starts.tolist()):
+        for h, (first, end) in enumerate(itertools.pairwise(row)):
+            slab[b, first:end] = rows[b, h, : end - first]
+    return slab
+
+
+def in_slab(state, *capacities):
+    """A copy of a state of equal heads, the heads of whose tiers own so many slots each, [B][Hkv]."""
+    made = copied(state)
+    for tier, owned in zip(made.tiers.values(), capacities):
+        starts, size = deal(owned)
+        for name in (*tier.moving(), *(["attention"] if tier.attention is not None else [])):
+            setattr(tier, name, slab_of(getattr(tier, name), starts, size))
+        tier.starts, tier.limit, tier.filled = starts, max(map(max, owned)), max(map(max, owned))
+    return made
 
 
 def compiled_step(q, slots, scale, received=None):

@@ -19,9 +19,7 @@ from fastkv.integrations.transformers.forward import SLIDING_ROLLBACK
 from fastkv.integrations.transformers.layer import FastKVLayer, HybridLayer
 
 from .families import tiny as families_of_tests
-from .models import build, generate, prompt
-from .test_compile import Graphs, decode
-from .test_no_sync import Crossings, to_device_without_data
+from .models import build, generate, prompt, raises
 
 ROOM, SMALL = Budget(tokens=500), Budget(tokens=20, sinks=2, recent=4)
 SHARED = "gemma3n_text:shared-keys", "gemma4_text:shared-keys"  # layers that attend to the keys of earlier ones
@@ -36,8 +34,7 @@ def tiny(name):
 
 
 def logits(model, ids, mask, **options):
-    with torch.no_grad():
-        return model(ids, attention_mask=mask, **options).logits
+    return model(ids, attention_mask=mask, **options).logits
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", *SHARED])
@@ -52,8 +49,7 @@ def test_a_prompt_that_is_read_twice(name):
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < SLIDING_ROLLBACK, reason="windows cannot roll back")
-@pytest.mark.parametrize("name", [*SHARED, "phi3"])
-@pytest.mark.parametrize("block", [None, 13])
+@pytest.mark.parametrize("name, block", [(SHARED[0], None), (SHARED[1], 13), ("phi3", None)])
 def test_assisted_decoding(name, block):
     """Layers that share keys attend before it is known which tokens stay."""
     model, ids = tiny(name), prompt(1, 20, (0,))[0].repeat(1, 2)
@@ -64,8 +60,7 @@ def test_assisted_decoding(name, block):
     assert int(cache.compressed[0].state.seen) >= 40
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", SHARED[1]])
-@pytest.mark.parametrize("empty", [True, False])
+@pytest.mark.parametrize("name, empty", [("qwen3_next", True), ("falcon_h1", False), (SHARED[1], True)])
 def test_captured_steps(name, empty):
     """On a CPU these run the model itself, from the same tensors."""
     model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
@@ -81,42 +76,6 @@ def test_captured_steps(name, empty):
     for _ in range(5):
         tokens.append(step(tokens[-1]).argmax(-1, keepdim=True))
     assert torch.equal(torch.cat(tokens, 1), expected)
-
-
-@pytest.mark.parametrize("name", [pytest.param(SHARED[1], marks=pytest.mark.slow), "lfm2", "falcon_h1"])
-@torch.no_grad()
-def test_a_static_step_is_two_graphs(name):
-    """One of them evicts, also where several layers attend to the same keys."""
-    torch._dynamo.reset()
-    model, (ids, _) = tiny(name), prompt(2, 30, (0, 0))
-    fastkv.patch(model, budget=SMALL, evict_every=3, static=True)
-    want = decode(model, model, model(ids).past_key_values, ids[:, -1:].clone(), 10, 30)
-    graphs = Graphs()
-    step = torch.compile(model, fullgraph=True, backend=graphs)
-    got = decode(model, step, model(ids).past_key_values, ids[:, -1:].clone(), 10, 30)
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
-    assert len(graphs.inputs) == 2
-
-
-@pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
-@torch.no_grad()
-def test_a_step_neither_waits_nor_copies(name):
-    """On a device without data, whose mask nobody can look at."""
-    model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
-    fastkv.patch(model, budget=SMALL, evict_every=3, static=True)
-    cache = FastKVCache(model)
-    model(ids, attention_mask=mask, past_key_values=cache)
-    model(ids[:, :1], past_key_values=cache)
-    to_device_without_data(model, cache)
-    for layer in cache.layers:
-        for _, holder, place in stock.places(layer):
-            holder[place] = holder[place].to("meta")
-    for num in range(42, 46):
-        cache.known_mask = torch.ones(2, num, dtype=torch.long, device="meta")
-        token = torch.zeros(2, 1, dtype=torch.long, device="meta")
-        with Crossings() as crossings:
-            model(token, attention_mask=cache.known_mask, past_key_values=cache)
-        assert not crossings.found
 
 
 # What is found.
@@ -169,33 +128,17 @@ def test_only_the_decoder_is_looked_at():
 def test_two_modules_in_one_place():
     model = build()
     model.model.layers[0].add_module("again", build("qwen3").model.layers[0].self_attn)
-    with pytest.raises(FastKVError, match="layer 0 of LlamaForCausalLM has several attention modules"):
-        fastkv.patch(model)
-
-
-def test_soft_caps_and_keywords():
-    gemma = build("gemma2", "eager").model.layers[1].self_attn
-    assert modules.softcap(gemma) == "attn_logit_softcapping"
-    gemma.attn_logit_softcapping = None
-    assert modules.softcap(gemma) is None
-    assert modules.softcap(build("gemma3").model.layers[1].self_attn) is None
-    assert modules.unhandled(gemma) is None and not modules.is_cross(gemma) and modules.is_causal(gemma)
+    raises("layer 0 of LlamaForCausalLM has several attention modules", fastkv.patch, model)
 
 
 def test_the_output_projection_has_many_names():
     for name, shape in (("gpt2", (64, 4, 16)), ("gpt_neox", (64, 4, 16)), ("phi3", (64, 4, 16))):
         module = modules.attentions(tiny(name))[0]
         assert modules.output_projection(module, shape[2]).shape == shape
-    with pytest.raises(FastKVError, match="expected one named o_proj, out_proj"):
-        modules.output_weight(nn.Linear(2, 2))
+    raises("expected one named o_proj, out_proj", modules.output_weight, nn.Linear(2, 2))
 
 
 # What is refused.
-
-
-def test_types_that_are_refused_or_tested():
-    assert families.TESTED.keys().isdisjoint(families.REFUSED)
-    assert families.refusal(["llama"]) is None and families.refusal(["x", "mpt"]).startswith("mpt is not supported: ")
 
 
 def test_state_spaces_that_read_prompts_whole():
@@ -212,32 +155,29 @@ def test_the_message_says_what_the_layers_are():
     assert stock.census(layers) == "3 use linear attention, 1 use a sliding window"
 
 
+class OddLayer(stock.DynamicLayer):
+    """Nobody knows what it keeps."""
+
+
+CACHES = "fastkv.integrations.transformers.cache.stock_layers"
+
+
+@pytest.mark.parametrize(
+    "make, place, value, message",
+    [
+        (build, CACHES, lambda model: [OddLayer() for _ in range(4)], "keeps a OddLayer, expected layers of full"),
+        (lambda: tiny(SHARED[1]), f"{modules.__name__}.sources", lambda model: {}, "keys that they do not cache"),
+        (build, f"{modules.__name__}.INTERFACE", "ELSE", r"layers \[0, 1, 2, 3\] of LlamaForCausalLM do not attend"),
+    ],
+    ids=["kinds of layers", "keys of nobody", "another interface"],
+)
+def test_what_is_not_known(make, place, value, message, monkeypatch):
+    monkeypatch.setattr(place, value)
+    raises(message, fastkv.patch, make())
+
+
 def test_chunks_are_no_ring():
-    with pytest.raises(FastKVError, match="static=True cannot hold layers that attend in chunks still"):
-        fastkv.patch(tiny("llama4_text"), static=True)
-
-
-def test_unknown_kinds_of_layers(monkeypatch):
-    class OddLayer(stock.DynamicLayer):
-        pass
-
-    odd = [OddLayer() for _ in range(4)]
-    monkeypatch.setattr("fastkv.integrations.transformers.cache.stock_layers", lambda model: list(odd))
-    with pytest.raises(FastKVError, match="LlamaForCausalLM keeps a OddLayer, expected layers of full"):
-        fastkv.patch(build())
-
-
-def test_keys_of_nobody(monkeypatch):
-    """A layer that shares keys with one that fastkv does not know of."""
-    monkeypatch.setattr(modules, "sources", lambda model: {})
-    with pytest.raises(FastKVError, match="attend to keys that they do not cache"):
-        fastkv.patch(tiny(SHARED[1]))
-
-
-def test_attention_that_does_not_use_the_interface(monkeypatch):
-    monkeypatch.setattr(modules, "INTERFACE", "SOMETHING_ELSE")
-    with pytest.raises(FastKVError, match=r"layers \[0, 1, 2, 3\] of LlamaForCausalLM do not attend through"):
-        fastkv.patch(build())
+    raises("static=True cannot hold layers that attend in chunks still", fastkv.patch, tiny("llama4_text"), static=True)
 
 
 @pytest.mark.parametrize("attribute, value, words", [("is_causal", False, "later tokens"), ("expand_kv", 1, "latents")])
@@ -246,8 +186,7 @@ def test_modules_that_behave_otherwise(attribute, value, words):
     module = model.model.layers[2].self_attn
     module.__class__ = type("Other", (type(module),), {attribute: value})
     vars(module).pop(attribute, None)
-    with pytest.raises(FastKVError, match=rf"layer 2 \(Other\) .*{words}"):
-        fastkv.patch(model)
+    raises(rf"layer 2 \(Other\) .*{words}", fastkv.patch, model)
 
 
 # Guards at run time. Each is one change to the forward of an attention module.
@@ -269,12 +208,8 @@ def test_unknown_tensors_of_attention(length):
     model = calling(lambda kwargs: {**kwargs, "alibi": torch.ones(1), "nothing": None})
     with pytest.raises(FastKVError, match=r"layer 1 \(LlamaAttention\) was given alibi, expected queries"):
         model(prompt(1, length, (0,))[0], past_key_values=cache)
-
-
-def test_attention_to_later_tokens():
-    model = calling(lambda kwargs: {**kwargs, "is_causal": False})
     with pytest.raises(FastKVError, match="was asked to attend to later tokens"):
-        model(prompt(1, 9, (0,))[0])
+        calling(lambda kwargs: {**kwargs, "is_causal": False})(prompt(1, 9, (0,))[0])
 
 
 def test_one_call_of_attention_for_every_update():
@@ -286,8 +221,7 @@ def test_one_call_of_attention_for_every_update():
     with pytest.raises(FastKVError, match="layer 1 attends to tokens that its cache was not given"):
         fastkv.integrations.transformers.attention.fastkv_attention(module, q, k, k, None, fastkv_layer=layer)
     layer.update(k, k)
-    with pytest.raises(FastKVError, match="layer 1 got more tokens before attention was called"):
-        layer.update(k, k)
+    raises("layer 1 got more tokens before attention was called", layer.update, k, k)
     cache.reset()
     model(ids, past_key_values=cache)
 
@@ -301,8 +235,7 @@ def test_padding_follows_the_2d_mask():
     least = torch.finfo(torch.float32).min
     hidden = torch.where(real[:, None, None] & seeing, 0.0, least)
     assert torch.equal(valid_tokens(hidden, None, 2, 3, torch.device("cpu")), real)
-    with pytest.raises(FastKVError, match="4-D attention mask over 3 keys"):
-        valid_tokens(seeing, real, 2, 2, torch.device("cpu"))
+    raises("4-D attention mask over 3 keys", valid_tokens, seeing, real, 2, 2, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("block", [None, 8])
@@ -360,11 +293,9 @@ def test_a_layer_evicts_after_its_last_reader():
 def test_readers_attend_once():
     layer, q = shared_layers(1)
     one = block(1, 5)
-    with pytest.raises(FastKVError, match="1 of 1 layers that share the keys of layer 0 did not attend"):
-        layer.step(*one[:3])
+    raises("1 of 1 layers that share the keys of layer 0 did not attend", layer.step, *one[:3])
     layer.attend_shared(q, HOW, lambda: q)
-    with pytest.raises(FastKVError, match="attend more often than once"):
-        layer.attend_shared(q, HOW, lambda: q)
+    raises("attend more often than once", layer.attend_shared, q, HOW, lambda: q)
     layer.reset()
     assert layer.left == 0
 

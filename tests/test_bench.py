@@ -1,6 +1,5 @@
 """`fastkv bench`: what is timed and counted, rounds and their limit, models that do not fit, and the command."""
 
-import argparse
 import json
 import time
 import types
@@ -12,8 +11,8 @@ import torch
 import fastkv
 from fastkv import FastKVError
 from fastkv.lab import bench as command
-from fastkv.lab.bench import Bench, Case, Settings, add_arguments, cases_of, checked, contender
-from fastkv.lab.cli import main
+from fastkv.lab.bench import Bench, Case, Settings, checked, contender
+from fastkv.lab.cli import build_parser, main
 from fastkv.lab.common import FULL
 from fastkv.lab.shapes import SHAPES, Memory, Shape, Timed, fitting, timed, warm_up, working_bytes
 
@@ -33,17 +32,15 @@ def ids():
 
 
 def options_of(*arguments):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    options = checked(parser.parse_args(arguments), CPU)
-    options.settings = QUICK
-    return options
+    return checked(build_parser().parse_args(["bench", *arguments]), CPU)
 
 
 @pytest.fixture
 def bench(toy):
     options = options_of("--contexts=60,100", "--budgets=40", "--batch=2", "--policies=keydiff", "--rounds=2")
-    return Bench(toy, options, time.monotonic())
+    found = Bench(toy, options, time.monotonic())
+    found.settings = QUICK
+    return found
 
 
 # One measurement.
@@ -88,18 +85,17 @@ def test_a_system_that_does_not_say_has_no_peak(monkeypatch):
 def test_every_cache_has_its_turn_in_every_round(bench, monkeypatch):
     turns = []
     monkeypatch.setattr(bench, "take", turns.append)
-    cases = cases_of(bench.options)
-    assert bench.run(cases, command.common.console_of()) == ""
-    assert turns == 2 * cases
-    assert cases == [Case(policy, kept, n, 2) for n in (60, 100) for policy, kept in ((FULL, 0), ("keydiff", 40))]
+    assert bench.run(command.common.console_of()) == ""
+    assert turns == 2 * bench.cases
+    assert bench.cases == [Case(policy, kept, n, 2) for n in (60, 100) for policy, kept in ((FULL, 0), ("keydiff", 40))]
 
 
 def test_medians_over_rounds(bench):
-    full, kept, *_ = cases = cases_of(bench.options)
+    full, kept, *_ = cases = bench.cases
     bench.warm = dict.fromkeys(cases, 0.5)
     bench.timed[full] = [Timed(3.0, [8.0, 10.0], 700, 90, 60), Timed(1.0, [12.0, 90.0], 900, 90, 60)]
     bench.timed[kept] = [Timed(2.0, [2.0, 2.0], None, 30, 40)]
-    one, two, *rest = bench.rows(cases)
+    one, two, *rest = bench.rows()
     assert [row.case for row in (one, two, *rest)] == cases and {row.left_out for row in rest} == {"no time left"}
     assert (one.first, one.first_range, one.step, one.rounds) == (2.0, (1.0, 3.0), 11.0, 2)
     assert one.step_range == pytest.approx((9.2, 43.2)) and one.speedup == 1
@@ -109,9 +105,8 @@ def test_medians_over_rounds(bench):
 
 def test_nothing_starts_when_time_is_over(bench):
     bench.end = time.monotonic() - 1
-    cases = cases_of(bench.options)
-    assert bench.run(cases, command.common.console_of()) == "8 of 8 measurements are left"
-    assert {row.left_out for row in bench.rows(cases)} == {"no time left"}
+    assert bench.run(command.common.console_of()) == "8 of 8 measurements are left"
+    assert {row.left_out for row in bench.rows()} == {"no time left"}
 
 
 def test_nothing_starts_that_would_not_be_finished(bench, monkeypatch):
@@ -120,16 +115,16 @@ def test_nothing_starts_that_would_not_be_finished(bench, monkeypatch):
     monkeypatch.setattr(command, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(bench, "take", lambda case: now.__setitem__(0, now[0] + 10))
     bench.end = 65
-    assert bench.run(cases_of(bench.options), command.common.console_of()) == "2 of 8 measurements are left"
+    assert bench.run(command.common.console_of()) == "2 of 8 measurements are left"
     assert now == [60]
 
 
 def test_what_does_not_fit_is_left_out(bench, monkeypatch):
     monkeypatch.setattr(command, "free_bytes", lambda device: 1000)
-    cases = cases_of(bench.options)[:2]
-    for case in cases:
+    bench.cases = bench.cases[:2]
+    for case in bench.cases:
         bench.take(case)
-    full, kept = bench.rows(cases)
+    full, kept = bench.rows()
     assert full.left_out.startswith("needs 0.0 GiB") and kept.rounds == 1 and kept.speedup is None
 
     def without_memory(*arguments):
@@ -138,7 +133,7 @@ def test_what_does_not_fit_is_left_out(bench, monkeypatch):
     monkeypatch.setattr(command, "timed", without_memory)
     bench.timed = {}
     bench.take(kept.case)
-    assert bench.rows([kept.case, full.case])[0].left_out == "out of memory"
+    assert bench.row(kept.case).left_out == "out of memory"
 
 
 # Shapes.
@@ -176,7 +171,7 @@ def test_table_file_and_picture(capsys, monkeypatch, tmp_path):
     full, kept = record["rows"]
     assert [full["case"]["policy"], kept["case"]["policy"]] == ["full", "keydiff"]
     assert full["resident"] > kept["resident"] > 0 and kept["kept"] == 40
-    assert record["model"] == "llama-small, random weights" and record["settings"]["prefill_block"] == "64"
+    assert record["model"] == "llama-small, random weights" and record["settings"]["prefill_block"] == 64
     lines = [line.split() for line in text.splitlines()]
     assert ["full", "96", "1", "96"] in [line[:4] for line in lines]
     assert any(line[:4] == ["keydiff", "40", "96", "1"] for line in lines)

@@ -462,17 +462,6 @@ def test_attention_while_decoding_is_a_mean_over_the_queries_that_saw_the_token(
     assert not spy.told and cache.moments(0).count.tolist() == [[length + 3 * every - tokens] * HEADS]
 
 
-def test_a_second_turn_in_blocks_keeps_the_mask_of_the_first():
-    """The padding of the first turn is not that of the second, in whichever block."""
-    model = fastkv.patch(build(), "streaming", Budget(tokens=20, sinks=2, recent=4), prefill_block=7)
-    cache, (ids, mask) = FastKVCache(model), prompt()
-    model(ids, attention_mask=mask, past_key_values=cache)
-    mask = torch.cat([mask, torch.ones(3, 17, dtype=torch.long)], 1)
-    model(prompt(length=17, seed=3)[0], attention_mask=mask, past_key_values=cache)
-    for layer in cache.layers:
-        assert torch.equal(layer.state.seen, mask.sum(-1))
-
-
 def test_windows_in_later_blocks_do_not_see_the_padding_of_the_first_turn():
     """Layers that stay transformers' are told by the mask of each block, which also covers what came before it."""
     model = build("gemma3")

@@ -1,6 +1,5 @@
 """Context-calibrated compression: the curve, its file, the fit, and measurements on the bundled model."""
 
-import argparse
 import json
 import math
 import os
@@ -16,6 +15,7 @@ from fastkv.calibration import quality
 from fastkv.calibration.files import describe, fingerprint
 from fastkv.calibration.quality import QualityCurve, context_nll, keep_for, retained, save
 from fastkv.lab import fit_context as context
+from fastkv.lab.cli import build_parser
 from fastkv.lab.fit_context import FILLERS, Triple, english_text, fit, make_triples, residual
 
 from .models import FAMILIES, build
@@ -394,11 +394,7 @@ def test_triples_of_any_model_and_tokenizer(name):
 @pytest.mark.parametrize(
     "changes, says",
     [
-        ({"keeps": ()}, "keeps"),
-        ({"keeps": (0.5, 1.5)}, "keeps"),
-        ({"lengths": (8,)}, "lengths"),
-        ({"lengths": (10**6,)}, "lengths"),
-        ({"samples": 0}, "samples"),
+        ({"keeps": (0.5, 1.5)}, "keep"),
         ({"policy": "nope"}, "nope"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -416,12 +412,10 @@ def test_make_triples_refuses_a_patched_model(bundled):
 
 
 def options_of(*arguments):
-    parser = argparse.ArgumentParser()
-    context.add_arguments(parser)
-    return parser.parse_args(("--model", MODEL, *arguments))
+    return build_parser().parse_args(["calibrate", "context", "--model", MODEL, *arguments])
 
 
-def test_command_writes_the_file_and_the_picture(tmp_path, capsys, bundled):
+def test_command_writes_the_file(tmp_path, capsys, bundled):
     out = tmp_path / "results"
     context.run(options_of("--policies", "keydiff,random", "--samples", "2", "--lengths", "128", "--out", str(out)))
     said = capsys.readouterr().out
@@ -430,16 +424,12 @@ def test_command_writes_the_file_and_the_picture(tmp_path, capsys, bundled):
         line = next(line.split() for line in said.splitlines() if line.startswith(policy))
         assert line[2] == f"{found.alpha:.3f}" and line[4] == f"{found.beta:.3f}" and line[6] == f"{found.residual:.3f}"
         assert found.triples > 0 and not found.query_aware
-    assert (out / "context.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    "arguments, says", [(("--policies", ","), "policies"), (("--policies", "nope"), "nope")], ids=["none", "unknown"]
-)
-def test_command_refuses_before_anything_is_written(arguments, says, tmp_path):
+def test_command_refuses_before_anything_is_written(tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(fastkv.FastKVError, match=says):
-        context.run(options_of(*arguments, "--out", str(out)))
+    with pytest.raises(fastkv.FastKVError, match="nope"):
+        context.run(options_of("--policies", "nope", "--out", str(out)))
     assert not out.exists()
 
 

@@ -1,6 +1,5 @@
 """Statistics of queries: the fit against the model's own projections, the file, the command, and what reads it."""
 
-import argparse
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,8 @@ import torch
 
 import fastkv
 from fastkv.calibration.fits import QueryCalibration
-from fastkv.lab.fit_queries import add_arguments, fit, run
+from fastkv.lab.cli import main
+from fastkv.lab.fits import fit_queries as fit
 from fastkv.policies import QueryStatistics
 
 from .models import build, prompt, query_calibration, refused
@@ -105,25 +105,9 @@ def test_the_policy_finds_the_file_beside_the_model_or_asks_for_it(tmp_path):
 
 
 def test_the_command_writes_what_fit_finds(tmp_path, capsys):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    path = tmp_path / "queries.safetensors"
-    run(
-        parser.parse_args(
-            [
-                "--model",
-                MODEL,
-                "--text",
-                write(tmp_path / "text.txt", 3),
-                "--length",
-                "128",
-                "--tokens",
-                "300",
-                "--out",
-                str(path),
-            ]
-        )
-    )
+    path, text = tmp_path / "queries.safetensors", write(tmp_path / "text.txt", 3)
+    words = ("--model", MODEL, "--text", text, "--length", "128", "--tokens", "300", "--out", str(path))
+    assert main(["calibrate", "queries", *words]) == 0
     model, _ = load()
     read = QueryCalibration.load(path, model.config)
     assert read.tokens == 256

@@ -1,6 +1,5 @@
 """Maps from keys to values: the fit against least squares on stored activations, the file, the text, the command."""
 
-import argparse
 import io
 import json
 import os
@@ -17,8 +16,10 @@ import fastkv
 from fastkv.calibration.files import describe, fingerprint
 from fastkv.calibration.fits import MAPS, VectorMap, required_r2
 from fastkv.integrations.transformers import rotations
-from fastkv.lab import common, fit_vector
-from fastkv.lab.fit_vector import Sums, add_arguments, fit, pre_rope_pairs, run
+from fastkv.lab import facts, fits
+from fastkv.lab.cli import main
+from fastkv.lab.fits import PairSums, pre_rope_pairs
+from fastkv.lab.fits import fit_vector as fit
 
 from .models import FAMILIES, VOCAB, build, prompt, refused
 from .toy import MODEL, MODEL_DIR, TASKS, generate, write
@@ -37,7 +38,7 @@ def pairs(count=200, heads=2, key_dim=6, value_dim=4, seed=0):
 
 
 def summed(keys, values):
-    sums = Sums(keys, values)
+    sums = PairSums(keys, values)
     sums.add(keys, values)
     return sums
 
@@ -66,7 +67,7 @@ def test_a_linear_relation_is_recovered_exactly():
 @given(st.lists(st.integers(0, 200), max_size=6))
 def test_the_split_into_batches_does_not_matter(cuts):
     keys, values = pairs()
-    sums = Sums(keys, values)
+    sums = PairSums(keys, values)
     edges = [0, *sorted(cuts), 200]
     for start, stop in zip(edges, edges[1:]):
         sums.add(keys[:, :, start:stop], values[:, :, start:stop])
@@ -174,18 +175,6 @@ def test_held_out_sequences_measure_and_do_not_enter():
         assert not torch.equal(before.r2[layer], after.r2[layer])
     changed[1] = 7
     assert not torch.equal(fit(model, changed.split(1)).weights[0], before.weights[0])
-
-
-def test_batches_are_read_one_at_a_time_and_progress_counts_tokens():
-    model, events = build(), []
-
-    def batches():
-        for batch in sequences(rows=4, length=20).split(1):
-            events.append("read")
-            yield batch
-
-    fit(model, batches(), progress=events.append)
-    assert events == ["read", 20, "read", 40, "read", 60, "read", 80]
 
 
 def test_half_precision_models_are_fitted_in_float64():
@@ -432,14 +421,14 @@ def test_text_is_packed_and_cut_into_sequences(bundled, tmp_path, monkeypatch):
     expected = [[tokenizer.bos_token_id, *whole[start : start + 3]] for start in range(0, 15, 3)]
 
     def read(source, tokens=1000):
-        return [ids.tolist() for ids in fit_vector.sequences(source, tokenizer, 4, tokens)]
+        return [ids.tolist() for ids in fits.sequences(source, tokenizer, 4, tokens)]
 
     assert read(str(tmp_path)) == [[row] for row in expected]
     assert read(str(tmp_path), tokens=11) == [[row] for row in expected[:2]]
     assert read(str(tmp_path / "a.txt")) == [[expected[0]]]
     monkeypatch.setattr("sys.stdin", io.StringIO(" ".join(WORDS)))
     assert read("-") == [[row] for row in expected]
-    monkeypatch.setattr(common, "PIECE", 7)
+    monkeypatch.setattr(facts, "PIECE", 7)
     (tmp_path / "lines.txt").write_text("\n".join(WORDS))
     assert read(str(tmp_path / "lines.txt")) == [[row] for row in expected]
 
@@ -455,13 +444,13 @@ def test_a_tokenizer_without_a_start_token_gets_none(bundled, tmp_path):
 
     path = tmp_path / "a.txt"
     path.write_text(" ".join(WORDS))
-    ids = torch.cat(list(fit_vector.sequences(str(path), Bare(), 8, 1000)))
+    ids = torch.cat(list(fits.sequences(str(path), Bare(), 8, 1000)))
     assert ids.flatten().tolist() == [tokenizer.vocab[word] for word in WORDS]
 
 
 def test_a_text_that_comes_with_python(bundled):
     _, tokenizer = bundled
-    ids = list(fit_vector.sequences("topics", tokenizer, 128, 1000))
+    ids = list(fits.sequences("topics", tokenizer, 128, 1000))
     assert [batch.shape for batch in ids] == [(1, 128)] * 7
     assert all((batch[:, 0] == tokenizer.bos_token_id).all() for batch in ids)
 
@@ -470,7 +459,7 @@ def test_text_that_cannot_be_read_is_refused(bundled, tmp_path):
     _, tokenizer = bundled
 
     def read(source, length=8, tokens=100):
-        return list(fit_vector.sequences(str(source), tokenizer, length, tokens))
+        return list(fits.sequences(str(source), tokenizer, length, tokens))
 
     path = tmp_path / "a.txt"
     refused("nothing there", read, path)
@@ -486,22 +475,17 @@ def test_text_that_cannot_be_read_is_refused(bundled, tmp_path):
 # The command and the file of the bundled model.
 
 
-def calibrate(*arguments):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    run(parser.parse_args(list(arguments)))
-
-
 @pytest.mark.parametrize("joint", [False, True])
 def test_the_command_fits_prints_and_writes(bundled, tmp_path, capsys, joint):
     model, tokenizer = bundled
     path = tmp_path / "v.safetensors"
     text = write(tmp_path / "text.txt", 3)
     options = {"--model": MODEL, "--text": text, "--length": "128", "--tokens": "1300", "--boundary": "0.5"}
-    calibrate(*(word for pair in options.items() for word in pair), "--out", str(path), *["--joint"] * joint)
+    words = [word for pair in options.items() for word in pair]
+    assert main(["calibrate", "vector", *words, "--out", str(path), *["--joint"] * joint]) == 0
     printed = capsys.readouterr().out
     read = VectorMap.load(path, model.config)
-    direct = fit(model, fit_vector.sequences(text, tokenizer, 128, 1300), boundary=0.5, joint=joint)
+    direct = fit(model, fits.sequences(text, tokenizer, 128, 1300), boundary=0.5, joint=joint)
     assert ("all heads" in printed) == joint and ("head 1" in printed) != joint
     same(read, direct)
     assert read.tokens == 1280 and read.threshold == pytest.approx(2 / 3)
@@ -514,8 +498,9 @@ def test_the_command_fits_prints_and_writes(bundled, tmp_path, capsys, joint):
     assert f'fastkv.patch(model, correction="vector", vector="{path}")' in printed
 
 
-def test_the_command_refuses_a_model_that_is_not_there(tmp_path):
-    refused("cannot load a model", calibrate, "--model", str(tmp_path), "--out", str(tmp_path / "v"))
+def test_the_command_refuses_a_model_that_is_not_there(tmp_path, capsys):
+    assert main(["calibrate", "vector", "--model", str(tmp_path), "--out", str(tmp_path / "v")]) == 2
+    assert "cannot load a model" in capsys.readouterr().err
 
 
 def test_the_bundled_file_predicts_values_of_texts_it_has_not_seen(bundled):
@@ -528,6 +513,6 @@ def test_the_bundled_file_predicts_values_of_texts_it_has_not_seen(bundled):
     for sample in samples:
         ids = tokenizer(f"{sample.context} {sample.questions[0]}", return_tensors="pt").input_ids
         for layer, keys, values in pre_rope_pairs(model, rotary, ids):
-            measured.setdefault(layer, Sums(keys, values)).add(keys, values)
+            measured.setdefault(layer, PairSums(keys, values)).add(keys, values)
     for layer, sums in measured.items():
         assert (sums.r2(stored.weights[layer]) > stored.threshold).tolist() == stored.usable(layer)

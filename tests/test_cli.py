@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,29 +14,58 @@ import transformers
 from rich.console import Console
 
 import fastkv
-from fastkv.lab import demo, reading
-from fastkv.lab.cli import main
+from fastkv.config import BUDGET, EVICT_EVERY, POLICY
+from fastkv.lab import cli, demo, reading
+from fastkv.lab.cli import COMMANDS, build_parser, main
 from fastkv.lab.reading import cache_bytes
+from fastkv.lab.ruler import KINDS
+from fastkv.lab.shapes import SHAPES
 from fastkv.prefix import answers
+from fastkv.reference import FORMATS
 
-from .processes import of_module, run
+from .processes import ROOT, of_module, run
 from .toy import MODEL, generate
 from .toy import text as toy_text
 
 OPTIONS = ("--model", "--text", "--ask", "--context", "--budgets", "--picture", "--quick")
 
 
-@pytest.mark.parametrize("arguments", [[], ["demo"], ["doctor"]], ids=lambda a: " ".join(a) or "fastkv")
-def test_help_explains_and_gives_an_example(arguments, capsys):
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_explains_and_gives_an_example(name, capsys):
     with pytest.raises(SystemExit) as stop:
-        main([*arguments, "--help"])
+        main([*name.split(), "--help"])
     assert stop.value.code == 0
-    text = capsys.readouterr().out
-    assert "example: fastkv" in text
-    if arguments == ["demo"]:
-        assert all(option in text for option in OPTIONS)
-    if not arguments:
-        assert "demo" in text and "doctor" in text
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"example: fastkv {name or 'demo'}" in text
+    assert all(option in text for option in OPTIONS) or name != "demo"
+    assert "doctor" in text or name
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from fastkv.lab.cli import main
+for words in sys.argv[1:]:
+    try:
+        main(words.split())
+    except SystemExit as stop:
+        print(stop.code)
+"""
+
+
+def test_help_and_mistakes_need_no_torch():
+    command = [sys.executable, "-c", WITHOUT_TORCH, "view --help", "demo --bogus", "bench --rounds 0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-3:] == ["0", "2", "2"] and "unknown arguments: --bogus" in done.stderr
+
+
+def test_defaults_are_those_of_the_library():
+    """They are written out where no torch is imported."""
+    chat, needles = (build_parser().parse_args([name]) for name in ("chat", "needles"))
+    assert (chat.policy, chat.budget, needles.evict_every) == (POLICY, str(BUDGET), EVICT_EVERY)
+    assert cli.SLOTS == ("auto", *FORMATS) and cli.NEEDLES == tuple(KINDS)
+    assert all(name in cli.SHAPES for name in SHAPES)
 
 
 def test_runs_as_a_command(tmp_path):
@@ -71,7 +102,6 @@ FILES = {
     "short.txt": "the dog slept .",
     "few.txt": "A text of few words. " * 5,
     "long.txt": "the old dog slept . " * 100,
-    "foreign.txt": "lorem ipsum dolor sit amet " * 100,
 }
 
 

@@ -19,38 +19,33 @@ from .pairwise import covering
 
 HALVES = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
 HALVES |= {f"model.layers.{layer}": "cpu" for layer in range(4)}
-CASES = [
-    ("llama", "momentkv", {}),
-    ("qwen3", "snapkv", {"prefill_block": 16}),
-    ("gemma3", "keydiff", {}),
-    ("llama", "criticalkv", {}),
-]
+CASES = {
+    "llama": ("momentkv", {}),
+    "qwen3": ("snapkv", {"prefill_block": 16}),
+    "gemma3": ("keydiff", {}),
+    "mistral": ("criticalkv", {}),
+}
 
 
-def wanted(name, policy, options):
-    """Tokens of a patched model that nothing was done to."""
-    ids, mask = prompt()
-    return generate(fastkv.patch(build(name), policy, small(), evict_every=4, **options), ids, mask, new=15)
+def patched(name, model=None):
+    policy, options = CASES[name]
+    return fastkv.patch(build(name) if model is None else model, policy, small(), evict_every=4, **options)
 
 
-def both_orders(spread):
-    """Ways to combine fastkv.patch with what accelerate does."""
-    return {
-        "patched first": lambda model, *args, **kwargs: spread(fastkv.patch(model, *args, **kwargs)),
-        "patched last": lambda model, *args, **kwargs: fastkv.patch(spread(model), *args, **kwargs),
-    }
+def written(model):
+    return generate(model, *prompt(), new=15)
 
 
 def dispatched(model):
     return dispatch_model(model, HALVES, main_device="cpu", force_hooks=True)
 
 
-@pytest.mark.parametrize("case, order", covering(range(len(CASES)), ["patched first", "patched last"], together=1))
-def test_dispatched_models_write_the_same(case, order):
-    (name, policy, options), (ids, mask) = CASES[case], prompt()
-    model = both_orders(dispatched)[order](build(name), policy, small(), evict_every=4, **options)
+@pytest.mark.parametrize("name, first", [("llama", True), ("qwen3", False), ("gemma3", True), ("mistral", False)])
+def test_dispatched_models_write_the_same(name, first):
+    """Patched before they are dispatched, or after."""
+    model = dispatched(patched(name)) if first else patched(name, dispatched(build(name)))
     assert len([m for m in model.modules() if hasattr(m, "_hf_hook")]) > 4, "hooks are there"
-    assert torch.equal(generate(model, ids, mask, new=15), wanted(name, policy, options))
+    assert torch.equal(written(model), written(patched(name)))
 
 
 def test_unpatching_keeps_hooks():
@@ -64,18 +59,14 @@ def test_unpatching_keeps_hooks():
     assert torch.equal(generate(model, ids, mask), generate(build(), ids, mask))
 
 
-@pytest.mark.parametrize("case, where", [(0, "cpu"), (1, "disk"), (2, "disk")])
-def test_weights_that_are_fetched_for_every_layer(case, where, tmp_path):
+@pytest.mark.parametrize("name, where", [("llama", "cpu"), ("gemma3", "disk")])
+def test_weights_that_are_fetched_for_every_layer(name, where, tmp_path):
     """Weights stay in memory or on disk and are brought in while a module runs."""
-    (name, policy, options), (ids, mask) = CASES[case], prompt()
-    model = fastkv.patch(build(name), policy, small(), evict_every=4, **options)
+    model = patched(name)
     offload = cpu_offload if where == "cpu" else lambda m, **kw: disk_offload(m, tmp_path, **kw)
     offload(model, execution_device=torch.device("cpu"))
     assert all(parameter.is_meta for parameter in model.model.layers.parameters())
-    out = generate(model, ids, mask, new=15, return_dict_in_generate=True)
-    assert torch.equal(out.sequences, wanted(name, policy, options))
-    for layer in compressed_layers(out.past_key_values):
-        assert out.past_key_values.moments(layer).count.device.type == "cpu"
+    assert torch.equal(written(model), written(patched(name)))
 
 
 def test_offloaded_models_are_patched_before(tmp_path):
@@ -91,15 +82,6 @@ def test_offloaded_models_are_patched_before(tmp_path):
     with pytest.raises(FastKVError, match="meta device"):
         fastkv.patch(model, budget=small())
     assert torch.equal(generate(model, ids, mask), want)
-
-
-@pytest.mark.parametrize("device_map", [{"": "cpu"}, HALVES, "auto"], ids=["one", "parts", "auto"])
-def test_device_maps_of_from_pretrained(device_map, tmp_path):
-    ids, mask = prompt()
-    build().save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map)
-    fastkv.patch(model, "momentkv", small(), evict_every=4)
-    assert torch.equal(generate(model, ids, mask, new=15), wanted("llama", "momentkv", {}))
 
 
 def split(model, half=2):
@@ -133,20 +115,6 @@ def test_the_state_lives_where_its_layer_does(policy, static):
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.reset()
     assert devices_of(cache) == [{"cpu"}, {"cpu"}, {"meta"}, {"meta"}]
-
-
-def test_a_part_of_the_first_layers_is_computed_as_ever():
-    """The layers on the real device do not notice the others."""
-    ids, _ = prompt(2, 40, (0, 0))
-    whole = fastkv.patch(build(), "momentkv", small(), evict_every=3)
-    parts = split(fastkv.patch(build(), "momentkv", small(), evict_every=3))
-    caches = [model(ids).past_key_values for model in (whole, parts)]
-    for _ in range(4):
-        for model, cache in zip((whole, parts), caches):
-            model(ids[:, :1], past_key_values=cache)
-    for layer in range(2):
-        pairs = zip(*(cache.layers[layer].state.named_tensors() for cache in caches))
-        assert all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in pairs)
 
 
 def test_two_devices_are_not_static_unless_told():

@@ -15,7 +15,7 @@ TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "perf/READ
 PAGES = [*[ROOT / name for name in TOP], *sorted(ROOT.glob("docs/*.md"))]
 OURS = ("fastkv", "perf", "tests", "tools")
 
-each_page = pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
+FILES = {path for name in OURS for path in (ROOT / name).rglob("*.py")}
 
 
 def code(text):
@@ -54,42 +54,20 @@ def commands(text):
     return [word for part in code(text) for word in re.findall(r"^fastkv ([a-z]+)", part, re.M)]
 
 
-@each_page
-def test_links_lead_to_files(path):
-    """To files, because a site has no page for a folder."""
-    missing = [target for target in links(path.read_text()) if not (path.parent / target).is_file()]
-    assert not missing
-
-
-@each_page
-def test_paths_exist(path):
-    missing = [name for name in paths(path.read_text()) if not list(ROOT.glob(name.rstrip("/")))]
-    assert not missing
-
-
-@each_page
-def test_make_targets_exist(path):
-    known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
-    assert not set(targets(path.read_text())) - set(known)
-
-
-@each_page
-def test_modules_that_are_run_exist(path):
-    for name in modules(path.read_text()):
-        place = ROOT.joinpath(*name.split("."))
-        assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), name
-
-
-@each_page
-def test_commands_exist(path):
-    actions = [action for action in build_parser()._actions if isinstance(action.choices, dict)]
-    assert not set(commands(path.read_text())) - set(actions[0].choices)
-
-
-@each_page
-def test_names_are_public(path):
-    """What a page uses is there after `import fastkv` alone, but for modules that are imported by themselves."""
-    used = set(re.findall(r"(?<![\w/.[-])fastkv\.([A-Za-z_]\w*)", path.read_text()))
+@pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
+def test_what_a_page_points_to_is_there(path):
+    """Links lead to files, because a site has no page for a folder. What is used of fastkv is there after `import
+    fastkv` alone, but for modules that are imported by themselves.
+    """
+    text = path.read_text()
+    assert not [target for target in links(text) if not (path.parent / target).is_file()]
+    assert not [name for name in paths(text) if not list(ROOT.glob(name.rstrip("/")))]
+    assert not set(targets(text)) - set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    places = [ROOT.joinpath(*name.split(".")) for name in modules(text)]
+    assert not [place for place in places if not {place.with_suffix(".py"), place / "__main__.py"} & FILES]
+    (actions,) = (action for action in build_parser()._actions if isinstance(action.choices, dict))
+    assert not set(commands(text)) - set(actions.choices)
+    used = set(re.findall(r"(?<![\w/.[-])fastkv\.([A-Za-z_]\w*)", text))
     assert used <= {*fastkv.__all__, "lab", "pipeline"}
 
 

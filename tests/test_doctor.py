@@ -107,16 +107,6 @@ def test_windows_alone_are_refused(tmp_path, capsys):
     assert "no full-attention layer" in found["refused"]
 
 
-@pytest.mark.parametrize(
-    "given,word", [(["--model", "/nowhere/at/all"], "give smollm2"), (["--context", "0"], "context")]
-)
-def test_mistakes_are_one_sentence(given, word, tmp_path, capsys):
-    path = saved(tmp_path, transformers.LlamaConfig(**COMMON))
-    assert main(["doctor", "--model", path, *given]) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("fastkv doctor: ") and word in error and "\n" not in error
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("amount", [{"tokens": 20}, {"keep": 0.3}], ids=str)
 def test_bytes_are_those_of_a_cache(name, amount):

@@ -13,7 +13,7 @@ from .toy import MODEL_DIR, generate, load
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 SMALL = {
-    "long_document": ["--length", "400", "--budget", "128"],
+    "long_document": ["--length", "400", "--budget", "128", "--words", "4"],
     "custom_policy": "--length 256 --texts 2 --budget 64 --words 4 --against manifold,random".split(),
 }
 
@@ -81,12 +81,6 @@ def test_questions_of_several_lengths_to_a_text_of_ones_own(folder, capsys):
     both = run([*given, "--question", sample.questions[0], "--question", short])
     alone = [run([*given, "--question", question])[0] for question in (sample.questions[0], short)]
     assert both == alone and both[0].strip() == sample.answers[0]
-
-
-def test_a_policy_of_ones_own_with_a_model_from_a_folder(folder, capsys):
-    (folder / "prompt.txt").write_text(generate("facts", 256, 0).context)
-    given = ["--model", str(folder), "--prompt", str(folder / "prompt.txt"), "--budget", "128", "--against", "knorm"]
-    assert list(main_of("custom_policy")(given)) == ["far-and-long", "knorm"]
 
 
 @pytest.mark.real

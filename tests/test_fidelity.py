@@ -1,6 +1,5 @@
 """Fidelity: exact where nothing is evicted, equal to brute force where something is, at bytes that are equal."""
 
-import argparse
 import io
 import itertools
 import json
@@ -15,15 +14,14 @@ from rich.console import Console
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError
 from fastkv.integrations.transformers.layer import FastKVLayer
-from fastkv.lab import common
 from fastkv.lab import fidelity as module
 from fastkv.lab.cli import build_parser
 from fastkv.lab.equal_bytes import assert_equal_bytes, equal_bytes, stored_bytes, token_bytes
-from fastkv.lab.fidelity import add_arguments, measure, read_full, run
+from fastkv.lab.fidelity import measure, read_full, run
 
 from .models import build, policy, prompt
 from .test_vector_cache import mapping
-from .toy import MODEL, MODEL_DIR
+from .toy import MODEL
 from .toy import text as toy_text
 
 STEPS = 12
@@ -288,11 +286,8 @@ def test_misuse_is_refused():
 
 def fidelity(*arguments):
     """Rows and what was printed."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    told = io.StringIO()
-    given = ("--model", MODEL, "--text", toy_text(), *arguments)
-    rows = run(parser.parse_args([str(argument) for argument in given]), Console(file=told, width=112))
+    told, given = io.StringIO(), ("--model", MODEL, "--text", toy_text(), *arguments)
+    rows = run(build_parser().parse_args(["fidelity", *map(str, given)]), Console(file=told, width=112))
     return rows, told.getvalue()
 
 
@@ -326,24 +321,11 @@ def test_the_command_compares_and_writes(tmp_path):
 @pytest.mark.parametrize("correction", ["vector", "vector+mean", "vector+moments"])
 def test_the_command_takes_the_vector_corrections(correction, tmp_path):
     """With the map beside the bundled weights; at equal bytes, where dropped values make room for more keys."""
-    chosen = ["--policies", "all" if correction == "vector" else "keydiff"]
-    rows, _ = fidelity(*QUICK, "--correction", correction, "--budgets", 80, "--out", tmp_path, *chosen)
-    if correction == "vector":
-        fitted = {"duoattention", "triattention"}
-        assert [row.policy for row in rows] == [name for name in fastkv.policies.names() if name not in fitted]
-    by_name = {row.policy: row for row in rows}
+    chosen = ("--policies", "keydiff", "--correction", correction)
+    ((row,), _) = fidelity(*QUICK, *chosen, "--budgets", 80, "--out", tmp_path)
     fewer = correction == "vector+moments"  # they cost more than the values that were dropped
-    assert (by_name["keydiff"].kept < 80) == fewer and (by_name["keydiff"].gap is None) == (correction == "vector")
-    record = json.loads((tmp_path / "fidelity.json").read_text())
-    assert record["options"]["correction"] == correction and record["options"]["vector"] is None
-
-
-def test_the_command_takes_a_vector_file(tmp_path):
-    command = (*QUICK, "--policies", "keydiff", "--budgets", 80, "--correction", "vector", "--out", tmp_path)
-    copy = tmp_path / "mine.safetensors"
-    copy.write_bytes((MODEL_DIR / "vector.safetensors").read_bytes())
-    assert fidelity(*command, "--vector", copy)[0] == fidelity(*command)[0]
-    assert json.loads((tmp_path / "fidelity.json").read_text())["options"]["vector"] is None
+    assert (row.kept < 80) == fewer and (row.gap is None) == (correction == "vector")
+    assert json.loads((tmp_path / "fidelity.json").read_text())["options"]["correction"] == correction
 
 
 def test_a_text_of_ones_own(tmp_path):
@@ -354,9 +336,8 @@ def test_a_text_of_ones_own(tmp_path):
 
 
 @pytest.mark.parametrize("question", ["later", "seen"])
-def test_a_question_about_the_text(question, tmp_path, bundled, monkeypatch):
+def test_a_question_about_the_text(question, tmp_path, bundled):
     """What is fed is the full cache's own answer; with everything kept it is found whenever the question comes."""
-    monkeypatch.setattr(common, "check_known", lambda *what: None)  # the toy knows few words of any real text
     command = (*QUICK, "--text", "topics", "--question", question, "--policies", "snapkv,kvzip", "--out", tmp_path)
     rows, _ = fidelity(*command, "--budgets", "64,256")
     for row in rows:

@@ -14,11 +14,10 @@ from transformers import __version__ as transformers_version
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fastkv
-from fastkv.errors import FastKVError
 from fastkv.integrations.transformers import families
 
 from . import flash_attn
-from .models import build, compressed_layers, generate, prompt
+from .models import build, compressed_layers, generate, prompt, raises
 
 SMALL = fastkv.Budget(20, sinks=2, recent=4, heads="uniform")
 HUB = "kernels-community/flash-attn2"
@@ -52,27 +51,17 @@ def loaded(base, name="llama"):
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_the_first_prompt_goes_through_it_and_everything_else_through_ours(base):
-    model = build()
-    ids, mask = prompt()
-    expected = generate(fastkv.patch(model, "momentkv", budget=SMALL), ids, mask)
-    model = loaded(base)
-    fastkv.patch(model, "momentkv", budget=SMALL)
+@pytest.mark.parametrize("policy, pads, block", [("momentkv", (0, 7, 19), None), ("fastkv", (0, 0, 0), 16)])
+def test_the_first_prompt_goes_through_it_and_everything_else_through_ours(base, policy, pads, block):
+    """Once a layer, without padding."""
+    ids, mask = prompt(pads=pads)
+    mask = mask if any(pads) else None
+    expected = generate(fastkv.patch(build(), policy, budget=SMALL, prefill_block=block), ids, mask)
+    model = fastkv.patch(loaded(base), policy, budget=SMALL, prefill_block=block)
     flash_attn.CALLS.clear()  # of patch, which may try the model out
     assert torch.equal(generate(model, ids, mask), expected)
-    assert flash_attn.CALLS == [("flash_attn_varlen_func", int(mask.sum()), -1)] * 4  # once a layer, without padding
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_blocks_and_prompts_without_padding(base):
-    model = build()
-    ids, _ = prompt(pads=(0, 0, 0))
-    expected = generate(fastkv.patch(model, "fastkv", budget=SMALL, prefill_block=16), ids)
-    model = loaded(base)
-    fastkv.patch(model, "fastkv", budget=SMALL, prefill_block=16)
-    flash_attn.CALLS.clear()  # of patch, which looks how the model turns its keys
-    assert torch.equal(generate(model, ids), expected)
-    assert flash_attn.CALLS == [("flash_attn_func", 16, -1)] * 4
+    call = ("flash_attn_func", block) if mask is None else ("flash_attn_varlen_func", int(mask.sum()))
+    assert flash_attn.CALLS == [(*call, -1)] * 4
 
 
 @pytest.mark.parametrize("base", ["flash_attention_3", HUB])
@@ -101,8 +90,7 @@ def test_sinks_need_an_implementation_that_the_model_vouches_for():
     for base in ("flash_attention_2", HUB):
         flash.lazy_import_flash_attention(base)
         model.config._attn_implementation_internal = base
-        with pytest.raises(FastKVError, match=f"got '{base}' .*ignores s_aux.*attn_implementation='eager'"):
-            fastkv.patch(model)
+        raises(f"got '{base}' .*ignores s_aux.*attn_implementation='eager'", fastkv.patch, model)
     listed = "kernels-community/vllm-flash-attn3"
     flash.lazy_import_flash_attention(listed)
     model.config._attn_implementation_internal = listed
@@ -115,8 +103,7 @@ def test_kernels_of_the_hub_with_another_interface_are_refused():
     for name in ("somebody/sparse-attention", "kernels-community/flash-attn2:another_function"):
         ALL_ATTENTION_FUNCTIONS.register(name, lambda *args, **kwargs: None)
         model.config._attn_implementation_internal = name
-        with pytest.raises(FastKVError, match="attn_implementation must be one of eager, sdpa, flash_attention_2"):
-            fastkv.patch(model)
+        raises("attn_implementation must be one of eager, sdpa, flash_attention_2", fastkv.patch, model)
     assert not families.is_flash("kernels-community/never-loaded") and families.is_flash("flash_attention_3")
 
 

@@ -39,16 +39,6 @@ def test_decoding_strategies_match_stock(name, strategy):
     assert torch.equal(generate(model, ids, mask, **STRATEGIES[strategy]), expected)
 
 
-@pytest.mark.parametrize("policy", ["momentkv", "keydiff"])
-def test_stock_chunks_evict_like_our_blocks(policy):
-    model = build()
-    ids, mask = prompt()
-    fastkv.patch(model, policy, SMALL, prefill_block=16)
-    expected = generate(model, ids, mask)
-    fastkv.patch(model, policy, SMALL)
-    assert torch.equal(generate(model, ids, mask, prefill_chunk_size=16), expected)
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_second_turn_continues_the_cache(name):
     model = build(name)
@@ -69,15 +59,6 @@ def test_a_second_turn_continues_the_cache(name):
     layer = compressed_layers(cache)[0]
     assert int((cache.stored(layer) + cache.moments(layer).count).min()) == cache.get_seq_length() == 50 + 12 + 9 + 11
     assert int(cache.stored(layer).max()) <= 23
-
-
-def test_a_cache_made_by_hand_is_used():
-    model = fastkv.patch(build(), budget=SMALL)
-    ids, _ = prompt(1, 50, (0,))
-    cache = fastkv.FastKVCache(model)
-    tokens = generate(model, ids, past_key_values=cache)
-    assert cache.get_seq_length() == 61
-    assert torch.equal(tokens, generate(model, ids))
 
 
 @pytest.mark.parametrize("block", [None, 16])
@@ -221,23 +202,22 @@ def test_threads_share_a_patched_model():
     assert all(torch.equal(results[row], expected[row]) for row in range(3))
 
 
-@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name, block", [("llama", 16), ("gemma3", None)])
 def test_assisted_decoding_is_lossless(name, block):
     model, draft = build(name), build(name)
     for parameter in draft.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.01)  # an imperfect draft: some tokens accepted, some rejected
     ids, _ = prompt(1, 50, (0,))
     fastkv.patch(model, budget=500, prefill_block=block)
-    expected = generate(model, ids, new=24)
+    expected = generate(model, ids, new=16)
     if not hasattr(Cache, "activate_past_recording") or (name == "gemma3" and OLD):
         with pytest.raises(fastkv.FastKVError, match="assisted decoding"):  # transformers cannot, and we say so
-            generate(model, ids, new=24, assistant_model=draft)
+            generate(model, ids, new=16, assistant_model=draft)
         return
-    assert torch.equal(generate(model, ids, new=24, assistant_model=draft), expected)
-    assert torch.equal(generate(model, ids, new=24, prompt_lookup_num_tokens=3), expected)
+    assert torch.equal(generate(model, ids, new=16, assistant_model=draft), expected)
+    assert torch.equal(generate(model, ids, new=16, prompt_lookup_num_tokens=3), expected)
     fastkv.patch(model, budget=SMALL, prefill_block=block)
-    cache = generate(model, ids, new=24, assistant_model=draft, return_dict_in_generate=True).past_key_values
+    cache = generate(model, ids, new=16, assistant_model=draft, return_dict_in_generate=True).past_key_values
     layer = cache.layers[compressed_layers(cache)[0]]
     layer.accept()
     total = layer.state.exact.lengths + layer.state.moments.count

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import fastkv
 from fastkv.policies import ALL
 
 from . import mutations
@@ -155,6 +154,15 @@ def test_the_top_of_the_package_can_be_seen_at_a_glance():
     assert len(list(PACKAGE.glob("*.py"))) <= 12
 
 
+def public_definitions(node):
+    """Functions and classes that are not inside a function."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.ClassDef)) and not child.name.startswith("_"):
+            yield child
+        if not isinstance(child, ast.FunctionDef):
+            yield from public_definitions(child)
+
+
 CACHED = PACKAGE / "calibration" / "files.py"  # XDG_CACHE_HOME says where a user's caches are, nothing else
 
 
@@ -163,6 +171,7 @@ def test_files_are_documented_and_plain(path):
     text = path.read_text()
     tree = ast.parse(text)
     assert ast.get_docstring(tree), "a file says what it is for"
+    assert not [node.name for node in public_definitions(tree) if not ast.get_docstring(node)]
     assert "utils" not in path.name
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler):
@@ -217,27 +226,6 @@ def test_every_policy_names_its_source(policy):
 def test_the_docs_have_a_row_for_every_policy():
     rows = re.findall(r'^\| `"([\w-]+)"` \| `(\w+)` \|', (ROOT / "docs" / "policies.md").read_text(), re.M)
     assert sorted(rows) == sorted((policy.name, policy.__name__) for policy in ALL)
-
-
-def public_definitions(node):
-    """Functions and classes that are not inside a function."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, (ast.FunctionDef, ast.ClassDef)) and not child.name.startswith("_"):
-            yield child
-        if not isinstance(child, ast.FunctionDef):
-            yield from public_definitions(child)
-
-
-@each_file()
-def test_every_public_function_is_documented(path):
-    missing = [node.name for node in public_definitions(ast.parse(path.read_text())) if not ast.get_docstring(node)]
-    assert not missing
-
-
-def test_public_names():
-    for name in ("patch", "unpatch", "patched", "Budget", "FastKVCache", "FastKVError", "policies", "reference", "ops"):
-        assert hasattr(fastkv, name)
-    assert fastkv.policies.names()[0] == "momentkv"
 
 
 IMPORT_PROBE = """

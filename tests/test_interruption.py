@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import fastkv
 
-from .models import ROLLS_BACK, build, generate, policy, prompt
+from .models import ROLLS_BACK, build, generate, policy, prompt, small
 from .pairwise import covering
 from .test_exact import snapshot
 
@@ -16,10 +15,8 @@ MODES = {"whole": {}, "blocks": {"prefill_block": 16}, "adaptive": {"prefill_blo
 
 
 def patched(name, mode, directory):
-    model = build()
-    heads = "adaptive" if mode == "adaptive" else "uniform"
-    budget = fastkv.Budget(tokens=20, sinks=2, recent=4, heads=heads)
-    return fastkv.patch(model, policy(name, directory), budget, evict_every=EVERY, **MODES[mode])
+    budget = small(heads="adaptive" if mode == "adaptive" else "uniform")
+    return fastkv.patch(build(), policy(name, directory), budget, evict_every=EVERY, **MODES[mode])
 
 
 class Interrupt:
@@ -41,82 +38,43 @@ class Streamer(BaseStreamer, Interrupt):
         pass
 
 
-class Criterion(StoppingCriteria):
-    def __init__(self, call):
-        self.interrupt = Interrupt(call)
-
-    def __call__(self, ids, scores, **kwargs):
-        self.interrupt()
-        return torch.zeros(len(ids), dtype=torch.bool)
-
-
-def by_streamer(model, call):
-    return {"streamer": Streamer(call)}, None
-
-
-def by_criterion(model, call):
-    return {"stopping_criteria": StoppingCriteriaList([Criterion(call)])}, None
-
-
-def by_hook(where):
-    def install(model, call):
-        module = model.get_submodule(where)
-        return {}, module.register_forward_hook(Interrupt(call))
-
-    return install
+def interrupted(model, where, call, *args, **options):
+    """generate, which ends at the n-th call of a module or of its streamer."""
+    handle = None if where == "streamer" else model.get_submodule(where).register_forward_hook(Interrupt(call))
+    options |= {"streamer": Streamer(call)} if handle is None else {}
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, *args, new=NEW, **options)
+    if handle is not None:
+        handle.remove()
 
 
 # The n-th call of a hook is in the prompt for small n (four blocks of it, or one) and in decoding afterwards.
 PLACES = {
-    "while the first layer reads the prompt": (by_hook("model.layers.0.self_attn"), 1),
-    "between two layers, in the prompt": (by_hook("model.layers.1.self_attn.q_proj"), 1),
-    "in the second forward": (by_hook("model.layers.2.self_attn"), 2),
-    "after the prompt, before the logits": (by_hook("model.norm"), 1),
-    "between two layers, in decoding": (by_hook("model.layers.2.mlp"), 8),
-    "between two layers, when something is evicted": (by_hook("model.layers.1.self_attn"), 4 + EVERY),
-    "in the streamer": (by_streamer, 6),
-    "in a stopping criterion": (by_criterion, 5),
+    "while the first layer reads the prompt": ("model.layers.0.self_attn", 1),
+    "between two layers, in the prompt": ("model.layers.1.self_attn.q_proj", 1),
+    "in the second forward": ("model.layers.2.self_attn", 2),
+    "after the prompt, before the logits": ("model.norm", 1),
+    "between two layers, in decoding": ("model.layers.2.mlp", 8),
+    "between two layers, when something is evicted": ("model.layers.1.self_attn", 4 + EVERY),
+    "in the streamer": ("streamer", 6),
 }
 
 
 @pytest.mark.parametrize("place, mode", covering(PLACES, MODES, together=1))
 def test_the_model_is_as_good_as_new(place, mode, tmp_path):
+    """And a cache that was interrupted, whose layers may disagree on how much they have seen, after `reset`."""
     model = patched("h2o", mode, tmp_path)
-    before = snapshot(model)
+    before, cache = snapshot(model), fastkv.FastKVCache(model)
     ids, mask = prompt(1, 50, (0,)) if place == "in the streamer" else prompt()
     expected = generate(patched("h2o", mode, tmp_path), ids, mask, new=NEW)
-    install, call = PLACES[place]
-    options, handle = install(model, call)
-    with pytest.raises(KeyboardInterrupt):
-        generate(model, ids, mask, new=NEW, **options)
-    if handle is not None:
-        handle.remove()
+    interrupted(model, *PLACES[place], ids, mask, past_key_values=cache)
     assert snapshot(model) == before, "nothing is left on the model"
     assert torch.equal(generate(model, ids, mask, new=NEW), expected)
-    fastkv.unpatch(model)
-    stock = build()
-    assert snapshot(model).keys() == snapshot(stock).keys()
-    assert torch.equal(generate(model, ids, mask, new=NEW), generate(stock, ids, mask, new=NEW))
-
-
-@pytest.mark.parametrize(
-    "where, call", [("model.layers.0.self_attn", 5), ("model.layers.2.self_attn", 1), ("model.norm", 5)]
-)
-def test_a_cache_that_was_interrupted_is_usable_after_reset(where, call):
-    """Layers may disagree on how much they have seen; `reset` makes them agree on nothing."""
-    model = fastkv.patch(build(), "momentkv", fastkv.Budget(tokens=20, sinks=2, recent=4), evict_every=EVERY)
-    ids, mask = prompt()
-    expected = generate(model, ids, mask, new=NEW)
-    cache = fastkv.FastKVCache(model)
-    handle = model.get_submodule(where).register_forward_hook(Interrupt(call))
-    with pytest.raises(KeyboardInterrupt):
-        generate(model, ids, mask, new=NEW, past_key_values=cache)
-    handle.remove()
     cache.reset()
     assert torch.equal(generate(model, ids, mask, new=NEW, past_key_values=cache), expected)
 
 
-@pytest.mark.parametrize("name", ["kvzip", "duoattention", "momentkv"])
+@pytest.mark.parametrize("name", ["kvzip", "momentkv"])
 def test_two_readings_and_drafts(name, tmp_path):
     """Interrupted while the prompt is read a second time (KVzip), or while drafts await a verdict, if any do."""
     ids, mask = prompt(1, 50, (0,))
@@ -124,21 +82,5 @@ def test_two_readings_and_drafts(name, tmp_path):
     expected = generate(patched(name, "whole", tmp_path), ids, mask, new=NEW, **options)
     model = patched(name, "whole", tmp_path)
     for call in (1, 2, 4):
-        handle = model.model.layers[1].self_attn.register_forward_hook(Interrupt(call))
-        with pytest.raises(KeyboardInterrupt):
-            generate(model, ids, mask, new=NEW, **options)
-        handle.remove()
+        interrupted(model, "model.layers.1.self_attn", call, ids, mask, **options)
         assert torch.equal(generate(model, ids, mask, new=NEW, **options), expected)
-
-
-def test_a_with_block_that_is_interrupted_unpatches():
-    model = build()
-    before = snapshot(model)
-    ids, mask = prompt()
-    expected = generate(model, ids, mask)
-    handle = model.model.layers[3].register_forward_hook(Interrupt(7))
-    with pytest.raises(KeyboardInterrupt), fastkv.patched(model, budget=64, prefill_block=16):
-        generate(model, ids, mask)
-    handle.remove()
-    assert snapshot(model) == before
-    assert torch.equal(generate(model, ids, mask), expected)

@@ -1,7 +1,5 @@
 """Latent attention (MLA): the cache keeps one head of latents, and attention over them is the model's own."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -17,7 +15,7 @@ from fastkv.lab.equal_bytes import assert_equal_bytes, equal_bytes
 from fastkv.parallel import Parallel
 from fastkv.reference import Moments, Slots
 
-from .models import MLA, build, generate, prompt
+from .models import MLA, build, generate, prompt, raises
 from .pairwise import covering
 from .states import make_spec, make_state
 
@@ -30,11 +28,10 @@ pytestmark = pytest.mark.skipif(
 
 
 def logits(model, ids, mask, **options):
-    with torch.no_grad():
-        return model(ids, attention_mask=mask, **options).logits
+    return model(ids, attention_mask=mask, **options).logits
 
 
-POLICIES = ["momentkv", "keydiff", "compactor", "h2o", "snapkv", "tova", "kvzip", "pyramidkv", "streaming", "fastkv"]
+POLICIES = ["momentkv", "keydiff", "compactor", "h2o", "tova", "kvzip", "fastkv"]
 
 
 CORRECTIONS = ["none", "mean", "moments", "centroids"]
@@ -61,7 +58,6 @@ def test_policies_and_corrections(name, correction):
             assert torch.equal(state.parts.count.sum(-1), state.moments.count.float())
 
 
-@torch.no_grad()
 def test_slots_and_moments_are_of_the_latents_that_transformers_caches():
     model, (ids, _) = build("deepseek_v3"), prompt(1, 50, (0,))
     stock = DynamicCache(config=model.config)
@@ -81,7 +77,6 @@ def test_slots_and_moments_are_of_the_latents_that_transformers_caches():
         torch.testing.assert_close(state.moments.cross, wanted.cross, atol=1e-4, rtol=1e-4)
 
 
-@torch.no_grad()
 def test_a_token_costs_its_latent_once():
     model, (ids, _) = build("deepseek_v3"), prompt(1, 50, (0,))
     sizes = []
@@ -99,7 +94,6 @@ def test_a_token_costs_its_latent_once():
     assert equal.bytes == 4 * (slots + counts)
 
 
-@torch.no_grad()
 def test_absorption_is_the_same_attention():
     module = build("deepseek_v3").double().model.layers[0].self_attn
     generator = torch.Generator().manual_seed(0)
@@ -112,53 +106,6 @@ def test_absorption_is_the_same_attention():
     torch.testing.assert_close(latent.lifted(module, out), wanted, atol=1e-12, rtol=0)
     for found, expected in zip(latent.expanded(module, key, value), (keys, values)):
         assert torch.equal(found, expected)
-
-
-@torch.enable_grad()
-def test_without_a_compressed_cache_nothing_changes():
-    model, (ids, mask) = build("deepseek_v3"), prompt(2, 30, (0, 7))
-    expected = logits(model, ids, mask)
-    model.train()(ids, labels=ids).loss.backward()
-    gradient = model.model.layers[0].self_attn.kv_b_proj.weight.grad.clone()
-    model.zero_grad()
-    fastkv.patch(model.eval(), budget=SMALL)
-    assert torch.equal(logits(model, ids, mask, use_cache=False), expected)
-    own = DynamicCache(config=model.config)
-    logits(model, ids[:, :20], mask[:, :20], past_key_values=own)
-    torch.testing.assert_close(logits(model, ids[:, 20:], mask, past_key_values=own), expected[:, 20:])
-    model.train()(ids, labels=ids).loss.backward()
-    assert torch.equal(model.model.layers[0].self_attn.kv_b_proj.weight.grad, gradient)
-
-
-@torch.no_grad()
-def test_caches_travel(tmp_path):
-    model, (ids, mask) = build("deepseek_v3"), prompt(2, 40, (0, 7))
-    fastkv.patch(model, "h2o", SMALL, correction="centroids", evict_every=EVERY)
-    cache = FastKVCache(model)
-    logits(model, ids, mask, past_key_values=cache)
-    cache.save(tmp_path / "cache")
-    loaded, twin = FastKVCache.load(tmp_path / "cache", model), cache.clone()
-    assert loaded.nbytes() == twin.nbytes() == cache.nbytes()
-    mask = torch.cat([mask, mask.new_ones(2, 9)], 1)
-    word = prompt(2, 9, (0, 0), seed=3)[0]
-    expected = logits(model, word, mask, past_key_values=cache)
-    assert torch.equal(logits(model, word, mask, past_key_values=loaded), expected)
-    forked = twin.fork(2)
-    twice = logits(model, word.repeat_interleave(2, 0), mask.repeat_interleave(2, 0), past_key_values=forked)
-    torch.testing.assert_close(twice[::2], expected)
-    assert torch.equal(logits(model, word, mask, past_key_values=twin), expected)
-    beams = model.generate(ids[:1], num_beams=3, max_new_tokens=8, do_sample=False)
-    assert beams.shape[0] == 1
-
-
-def test_copies_of_a_patched_model_expand_by_their_own_weights():
-    model, (ids, mask) = build("deepseek_v3"), prompt(2, 30, (0, 7))
-    fastkv.patch(model, budget=ROOM)
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for layer in twin.model.layers:
-            layer.self_attn.kv_b_proj.weight.mul_(2)
-    assert torch.equal(generate(twin, ids, mask), generate(fastkv.unpatch(copy.deepcopy(twin)), ids, mask))
 
 
 @pytest.mark.parametrize("correction", ["none", "moments", "centroids"])
@@ -190,8 +137,7 @@ def test_slots_of_latents_attend_and_evict_as_slots_of_pairs(correction):
 
 def refused(model, match, *args, **options):
     before = [dict(vars(module)) for module in model.modules()]
-    with pytest.raises(FastKVError, match=match):
-        fastkv.patch(model, *args, **options)
+    raises(match, fastkv.patch, model, *args, **options)
     assert [dict(vars(module)) for module in model.modules()] == before
 
 
@@ -232,5 +178,4 @@ def test_models_with_indexers_are_refused(name):
         pytest.skip("this transformers has no such model")
     model = nn.Module()
     model.config = CONFIG_MAPPING[name]()
-    with pytest.raises(FastKVError, match=f"{name} is not supported: it attends to tokens that an indexer picks"):
-        fastkv.patch(model)
+    raises(f"{name} is not supported: it attends to tokens that an indexer picks", fastkv.patch, model)

@@ -1,13 +1,12 @@
 """lm-evaluation-harness with a compressed cache: scores while all fits, scores under compression, and the command."""
 
-import argparse
 import importlib
 import json
 import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,9 @@ import fastkv
 import fastkv.lab
 from fastkv import Budget, FastKVError
 from fastkv.lab import reading, ruler
+from fastkv.lab.cli import build_parser
 from fastkv.lab.common import FULL, to_budget
-from fastkv.lab.harness import Row, Score, add_arguments, load_tasks, metadata_of, run, scores_of, table_of
+from fastkv.lab.harness import Row, Score, load_tasks, metadata_of, run, scores_of, table_of
 from fastkv.lab.plugins import FastKVLM
 from fastkv.prefix import answers
 
@@ -220,9 +220,10 @@ def test_a_question_comes_later_where_the_task_says_what_it_is(compressed, stock
     for cache in ((FULL,), ("momentkv", LARGE)):
         assert asked(doc, cache=cache, question="later").strip() == want.strip()
     small = asked(doc, cache=("snapkv", 64), question="later")
-    split = reading.split(compressed.tokenizer, prompt, sample.questions[0])
-    read = reading.read(compressed.patched, split[0])
-    (alone,) = answers(compressed.patched, compressed.tokenizer, read, split[0], split[1].tolist(), 4)
+    model, tokenizer, last = compressed.patched, compressed.tokenizer, sample.questions[0]
+    before = torch.tensor([tokenizer(prompt.removesuffix(last)).input_ids])
+    ids = tokenizer(last, add_special_tokens=False).input_ids
+    (alone,) = answers(model, tokenizer, reading.read(model, before), before, [ids], 4)
     assert small == compressed.tok_decode(alone).partition(" .")[0]
     assert asked(doc, cache=("snapkv", 64), question="seen") != small, "snapkv looks at the question"
     for doc in ({}, {"question": "another"}):
@@ -346,9 +347,7 @@ TEXTS = samples((200, 221, 240, 203))  # longer than the 128 tokens of the budge
 
 
 def evaluated(*arguments):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return run(parser.parse_args(["--model", MODEL, *arguments]))
+    return run(build_parser().parse_args(["eval", "--model", MODEL, *arguments]))
 
 
 def test_command_evaluates_resumes_and_refuses_a_mix(tasks, tmp_path, capsys):
@@ -377,7 +376,6 @@ def test_command_evaluates_resumes_and_refuses_a_mix(tasks, tmp_path, capsys):
     assert rows[2].nbytes < rows[0].nbytes and abs(rows[1].nbytes - rows[2].nbytes) < 0.02 * rows[2].nbytes
     record = json.loads((out / "results.json").read_text())
     assert [row["nbytes"] for row in record["rows"]] == [row.nbytes for row in rows]
-    assert (out / "results.png").read_bytes().startswith(b"\x89PNG")
     assert "choose_code" in capsys.readouterr().out
 
     (out / "keydiff-128.json").unlink()
@@ -386,7 +384,7 @@ def test_command_evaluates_resumes_and_refuses_a_mix(tasks, tmp_path, capsys):
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     assert again[:2] == rows[:2]
     assert (again[2].nbytes, again[2].scores) == (rows[2].nbytes, rows[2].scores)
-    assert "full is in" in capsys.readouterr().out
+    assert "full is known already" in capsys.readouterr().out
     with pytest.raises(FastKVError, match=r"was written with limit None, this run has 2\.0"):
         evaluated(*command, "--limit", "2")
 
@@ -418,7 +416,6 @@ def test_accelerate_launch_equals_one_process(tasks, tmp_path, monkeypatch):
     ("change", "message"),
     [
         (["--policies", "nonsense"], "unknown policy 'nonsense'"),
-        (["--policies", ","], "policies must name at least one"),
         (["--budgets", "half"], "budget must be a number of tokens"),
         (["--budgets", "8"], "smaller than sinks"),
         (["--budgets", "64"], "leaves 30 tokens per KV head"),
@@ -426,7 +423,7 @@ def test_accelerate_launch_equals_one_process(tasks, tmp_path, monkeypatch):
         (["--mode", "stream"], "mode stream needs prefill_block"),
         (["--model", str(MODEL_DIR.parent)], "cannot load a model from"),
     ],
-    ids=["policy", "none", "budget", "small", "moments", "combination", "stream", "model"],
+    ids=["policy", "budget", "small", "moments", "combination", "stream", "model"],
 )
 def test_command_refuses_before_it_evaluates(tasks, tmp_path, change, message):
     with pytest.raises(FastKVError, match=message):
@@ -471,46 +468,16 @@ def test_bytes_that_are_not_equal_are_refused(tasks, tmp_path, monkeypatch):
 def test_command_says_which_dataset_is_missing(tmp_path):
     file = tmp_path / "lost.yaml"
     file.write_text(yaml.safe_dump({"task": "lost", "dataset_path": str(tmp_path / "no_data"), "test_split": "test"}))
-    with pytest.raises(FastKVError, match=r"cannot load .*no_data.*copy the dataset to this machine") as caught:
+    with pytest.raises(FastKVError, match=r"cannot be loaded \(.*no_data.*copy it to this machine") as caught:
         evaluated("--tasks", str(file), "--out", str(tmp_path / "out"))
     assert str(file) in str(caught.value)
-
-
-def test_a_group_without_connection_names_the_first_dataset_that_is_missing(tasks, tmp_path, monkeypatch):
-    """As `longbench` without a connection: its members are named, not the group."""
-    import datasets
-
-    known = datasets.load_dataset
-
-    def offline(path, *args, **kwargs):
-        if path.startswith("acme/"):
-            raise ConnectionError(f"Couldn't reach '{path}' on the Hub (offline).")
-        return known(path, *args, **kwargs)
-
-    monkeypatch.setattr(datasets, "load_dataset", offline)
-    without_defaults(monkeypatch)
-    own = tmp_path / "own"
-    own.mkdir()
-    (own / "choose.yaml").write_text(Path(tasks.split(",")[0]).read_text())
-    for name in ("acme_news", "acme_law"):
-        (own / f"{name}.yaml").write_text(
-            yaml.safe_dump({"task": name, "dataset_path": f"acme/{name[5:]}", "test_split": "test", "tag": "acme_tag"})
-        )
-    (own / "group.yaml").write_text(yaml.safe_dump({"group": "acme", "task": ["choose_code", "acme_law", "acme_news"]}))
-    (own / "outer.yaml").write_text(yaml.safe_dump({"group": "outer", "task": ["choose_code", "acme"]}))
-    for named in ("acme", "outer", "acme_tag", "acme_law"):
-        with pytest.raises(FastKVError) as caught:
-            load_tasks([named], str(own), {})
-        told = str(caught.value)
-        assert told.startswith("task acme_law cannot load acme/law (Couldn't reach 'acme/law' on the Hub (offline));")
-        assert f"'include: {own / 'acme_law.yaml'}', 'task: my_acme_law' and 'dataset_path: FOLDER'" in told
 
 
 def test_what_a_task_needs_is_said(tmp_path):
     (tmp_path / "code.py").write_text("import no_such_package\n")
     file = tmp_path / "coded.yaml"
     file.write_text("task: coded\ncustom_dataset: !function code.load\ntest_split: test\n")
-    with pytest.raises(FastKVError, match=r"task .*coded\.yaml needs a package .*no_such_package"):
+    with pytest.raises(FastKVError, match=r"task .*coded\.yaml cannot be loaded .*no_such_package"):
         load_tasks([str(file)], None, {})
     with pytest.raises(FastKVError, match="knows no task 'fastkv_nothing'"):
         load_tasks(["fastkv_nothing"], None, {})
@@ -523,8 +490,7 @@ def test_metadata_is_the_harness_own():
         "num_samples": 3,
         "haystack": "a/b.txt",
     }
-    assert metadata_of(['{"num_samples": 4}']) == {"num_samples": 4}
-    with pytest.raises(FastKVError, match="metadata must be K=V or a JSON object, got 'many'"):
+    with pytest.raises(FastKVError, match="metadata must be K=V, got \\['many'\\]"):
         metadata_of(["many"])
 
 
@@ -645,6 +611,5 @@ def test_scores_and_rows_survive_a_file(tmp_path):
         "b": [Score("word_perplexity,none", 9.0, None, False)],
         "all": [Score("acc,none", 0.75, None, True)],
     }
-    row = Row("keydiff", "keep=0.5", 1024, 1.5, scores)
-    assert Row.of(json.loads(json.dumps(asdict(row)))) == row
-    assert table_of([row]).row_count == 1
+    assert scores_of(json.loads(json.dumps(results))) == scores
+    assert table_of([Row("keydiff", "keep=0.5", 1024, 1.5, scores)]).row_count == 1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastkv import Budget, FastKVError, HeadShares, ops
+from fastkv import Budget, HeadShares, ops
 from fastkv.cache.layer import LayerCache
 from fastkv.cache.layout import Attends, LayerPlan
 from fastkv.cache.pages import PagedBlocks, PagedClock, PagedLayer, PagedRule
@@ -13,6 +13,8 @@ from fastkv.config import Config
 from fastkv.parallel import Parallel
 
 from .launches import Operators, recorded
+from .models import raises
+from .pairwise import covering
 
 HQ, HKV, DIM, BLOCK, EVERY = 4, 2, 32, 8, 3
 SCALE, PAGES, SEQUENCES = 0.3, 5, 3
@@ -84,20 +86,6 @@ def read(layer, row, prompt):
     return torch.cat([read_blocks(layer, [row], [i * BLOCK], [part])[0] for i, part in enumerate(parts)], 2)
 
 
-def read_together(layer, rows, prompts):
-    """Blocks of all that are there at once, where prompt i arrives in turn i: the output of each."""
-    found = [[] for _ in rows]
-    for turn in range(sum(-(-prompt[0].shape[2] // BLOCK) for prompt in prompts)):
-        at = [(turn - i) * BLOCK for i in range(len(rows))]
-        there = [i for i, prompt in enumerate(prompts) if 0 <= at[i] < prompt[0].shape[2]]
-        if not there:
-            break
-        cut = [[part[:, :, at[i] : at[i] + BLOCK] for part in prompts[i]] for i in there]
-        for i, own in zip(there, read_blocks(layer, [rows[i] for i in there], [at[i] for i in there], cut)):
-            found[i].append(own)
-    return [torch.cat(parts, 2) for parts in found]
-
-
 def step(layer, rows, steps, at, due=()):
     """Those of the rows that are due evict; then one token of each sequence, at its own place."""
     layer.evict(torch.tensor(due, dtype=torch.int64))
@@ -138,45 +126,34 @@ PLAIN = {  # the interpreter is slow
 
 @pytest.mark.parametrize("case", CASES)
 def test_sequences_do_not_depend_on_each_other(case):
-    """Nor on the kernels: alone they are computed without them."""
+    """Sequence b arrives in turn b; blocks of all prompts are read together, while others decode and evict in their own
+    time. Nor on the kernels: alone they are computed without them.
+    """
     config, plain = config_of(*CASES[case]), config_of(*CASES[PLAIN.get(case, case)])
-    prompts = [tokens(num, num) for num in (29, 5, 16)]
-    steps = [tokens(8, 100 + num) for num in range(3)]
-    expected = [alone(plain, prompt, following) for prompt, following in zip(prompts, steps)]
-    layer, rows, done, clock = paged(config), [3, 1, 4], [0, 0, 0], PagedClock(EVERY)
-    found = [[], [], []]
-    for turn in range(10):  # sequence b arrives in turn 2 b, and all that are there decode
-        there = [b for b in range(3) if turn > 2 * b and done[b] < 8]
-        if turn % 2 == 0 and turn < 6:
-            out = read(layer, rows[turn // 2], prompts[turn // 2])
-            clock.read(rows[turn // 2], prompts[turn // 2][0].shape[2])
-            torch.testing.assert_close(out, expected[turn // 2][0], atol=1e-5, rtol=1e-5)
-        if there:
-            own, seen = [rows[b] for b in there], [prompts[b][0].shape[2] + done[b] + 1 for b in there]
-            due = [own[i] for i in clock.due(own, seen)]
-            out = step(layer, own, [steps[b] for b in there], [done[b] for b in there], due)
-            for b, own in zip(there, out):
+    prompts, steps = [tokens(num, num) for num in (29, 5, 16)], [tokens(6, 100 + num) for num in range(3)]
+    lengths = [q.shape[2] for q, *_ in prompts]
+    layer, rows, clock, done, found = paged(config), [3, 1, 4], PagedClock(EVERY), [0, 0, 0], [[], [], []]
+    for turn in range(10):
+        starts = [(turn - b) * BLOCK for b in range(3)]
+        reading = [b for b in range(3) if 0 <= starts[b] < lengths[b]]
+        decoding = [b for b in range(3) if starts[b] >= lengths[b] and done[b] < 6]
+        if reading:
+            cut = [[part[:, :, starts[b] : starts[b] + BLOCK] for part in prompts[b]] for b in reading]
+            out = read_blocks(layer, [rows[b] for b in reading], [starts[b] for b in reading], cut)
+            for b, own in zip(reading, out):
                 found[b].append(own)
+                clock.read(rows[b], min(starts[b] + BLOCK, lengths[b]))
+        if decoding:
+            now = [rows[b] for b in decoding]
+            due = [now[i] for i in clock.due(now, [lengths[b] + done[b] + 1 for b in decoding])]
+            out = step(layer, now, [steps[b] for b in decoding], [done[b] for b in decoding], due)
+            for b, own in zip(decoding, out):
+                found[b].append(own[None, :, None])
                 done[b] += 1
-    for b in range(3):
-        num = len(found[b])
-        torch.testing.assert_close(torch.stack(found[b], 1), expected[b][1][0, :, :num], atol=1e-5, rtol=1e-5)
-    assert done == [8, 7, 5]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_prompts_that_are_read_together_do_not_depend_on_each_other(case):
-    """Whatever they had read before, and steps go on from what each left."""
-    config, plain = config_of(*CASES[case]), config_of(*CASES[PLAIN.get(case, case)])
-    prompts, steps = [tokens(num, num) for num in (29, 5, 16)], [tokens(4, 100 + num) for num in range(3)]
-    expected = [alone(plain, prompt, following) for prompt, following in zip(prompts, steps)]
-    layer, rows = paged(config), [3, 1, 4]
-    for out, (wanted, _) in zip(read_together(layer, rows, prompts), expected):
-        torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
-    for at in range(4):
-        out = step(layer, rows, steps, [at] * 3, rows if at and at % EVERY == 0 else ())
-        wanted = torch.cat([after[:, :, at] for _, after in expected])
-        torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
+    assert done == [6, 6, 6]
+    for prompt, following, outs in zip(prompts, steps, found):
+        expected = torch.cat(alone(plain, prompt, following), 2)
+        torch.testing.assert_close(torch.cat(outs, 2), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_launches_do_not_depend_on_how_many_prompts_are_read():
@@ -184,7 +161,8 @@ def test_launches_do_not_depend_on_how_many_prompts_are_read():
     found = []
     for number in (2, 3):
         layer, rows = paged(config_of("snapkv", "centroids", 12, "triton")), [3, 1, 4][:number]
-        read_together(layer, rows, [tokens(2 * BLOCK, seed) for seed in range(number)])
+        for seed, row in enumerate(rows):
+            read(layer, row, tokens(2 * BLOCK, seed))
         numbers = torch.tensor([rows, [BLOCK * i for i in range(number)], [BLOCK] * number])
         blocks = PagedBlocks.of([BLOCK] * number, [2 * BLOCK] * number, numbers)
         given = [part[0].transpose(0, 1) for part in tokens(BLOCK * number, 9)]
@@ -212,40 +190,13 @@ def test_processes_that_share_the_heads_have_pages_of_one_size():
     assert len({rule.form.nbytes for rule in rules}) == 1
 
 
-def test_heads_that_follow_the_text_are_refused():
-    with pytest.raises(FastKVError, match=r"give Budget\(context=...\), the length that they are for"):
-        paged(config_of("keydiff", budget=calibrated(1.5, 0.5, context=None)))
+COPIED = ["keydiff", "centroids", "triton", "remembers", "remembers, adaptive", "int8", "int4 and adaptive", "h2o"]
 
 
-def test_a_page_that_was_used_is_forgotten():
-    config = config_of("keydiff")
-    layer, prompt, steps = paged(config), tokens(20, 1), tokens(4, 2)
-    read(layer, 2, tokens(33, 3))
-    step(layer, [2], [tokens(1, 4)], [0])
-    expected = alone(config, prompt, steps)
-    torch.testing.assert_close(read(layer, 2, prompt), expected[0], atol=1e-5, rtol=1e-5)
-    out = torch.cat([step(layer, [2], [steps], [i], [2] * (i and i % EVERY == 0))[:, :, None] for i in range(4)], 2)
-    torch.testing.assert_close(out, expected[1], atol=1e-5, rtol=1e-5)
-
-
-COPIED = [
-    "keydiff",
-    "centroids",
-    "triton",
-    "remembers",
-    "remembers, adaptive",
-    "adaptive",
-    "int8",
-    "int4 and adaptive",
-    "h2o",
-]
-
-
-@pytest.mark.parametrize("blocks", [1, 3])
-@pytest.mark.parametrize("case", COPIED)
+@pytest.mark.parametrize("case, blocks", covering(COPIED, [1, 3], together=1))
 def test_a_copied_page_goes_on_as_the_first(case, blocks):
     """To the same bits, while the first goes on too, and whatever the row held before."""
-    layer, rest, steps = paged(config_of(*CASES[case])), tokens(2 * BLOCK + 3, 1), tokens(6, 2)
+    layer, rest, steps = paged(config_of(*CASES[case])), tokens(BLOCK + 3, 1), tokens(EVERY + 1, 2)
     read(layer, 2, tokens(blocks * BLOCK, 4))
     read(layer, 3, tokens(5 * BLOCK, 3))  # whose heads trade slots in another way
     names = layer.state.named_tensors
@@ -254,7 +205,7 @@ def test_a_copied_page_goes_on_as_the_first(case, blocks):
     outputs, parts = {}, list(zip(*(part.split(BLOCK, 2) for part in rest)))
     for row in (2, 3):
         outputs[row] = [*(read_blocks(layer, [row], [(blocks + i) * BLOCK], [part])[0] for i, part in enumerate(parts))]
-    for at in range(6):
+    for at in range(EVERY + 1):
         for row in (2, 3):
             outputs[row].append(step(layer, [row], [steps], [at], [row] * (at > 0 and at % EVERY == 0)))
     assert all(torch.equal(first, second) for first, second in zip(outputs[2], outputs[3], strict=True))
@@ -340,12 +291,10 @@ def test_what_one_batch_leaves_in_scratch_is_nothing_to_another():
         torch.testing.assert_close(torch.stack(found[b], 1), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_batch_larger_than_scratch_was_made_for_is_refused():
-    layer = paged(config_of("keydiff"))
-    with pytest.raises(FastKVError, match="at most 3 sequences, got 4"):
-        step(layer, [0] * 4, [tokens(1, 1)] * 4, [0] * 4)
-
-
-def test_a_budget_that_follows_the_prompt_is_refused():
-    with pytest.raises(FastKVError, match="a page holds the same number of tokens whatever the prompt"):
-        paged(config_of("keydiff", budget=Budget(keep=0.5)))
+def test_refusals():
+    raises("at most 3 sequences, got 4", step, paged(config_of("keydiff")), [0] * 4, [tokens(1, 1)] * 4, [0] * 4)
+    for budget, message in (
+        (Budget(keep=0.5), "a page holds the same number of tokens whatever the prompt"),
+        (calibrated(1.5, 0.5, context=None), r"give Budget\(context=...\), the length that they are for"),
+    ):
+        raises(message, paged, config_of("keydiff", budget=budget))

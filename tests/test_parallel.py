@@ -33,7 +33,7 @@ found = []
 for policy, hyper, budget, options in cases:
     chosen = fastkv.policies.get(policy, **hyper)
     fastkv.patch(model, chosen, fastkv.Budget(**budget), evict_every=5, **options)
-    out = generate(model, ids, mask, new=15, return_dict_in_generate=True)
+    out = generate(model, ids, mask, new=8, return_dict_in_generate=True)
     cache = out.past_key_values
     stored = [cache.stored(layer).tolist() for layer in range(4)]
     found.append({"tokens": out.sequences.tolist(), "stored": stored})
@@ -86,7 +86,7 @@ def test_two_processes_equal_one(name, tmp_path):
     model = type(model).from_pretrained(tmp_path)
     for index, (policy, hyper, budget, options) in enumerate(cases):
         fastkv.patch(model, fastkv.policies.get(policy, **hyper), fastkv.Budget(**budget), evict_every=5, **options)
-        out = generate(model, ids, mask, new=15, return_dict_in_generate=True)
+        out = generate(model, ids, mask, new=8, return_dict_in_generate=True)
         stored = torch.tensor([out.past_key_values.stored(layer).tolist() for layer in range(4)])
         for rank, half in enumerate(halves):
             assert half[index]["tokens"] == out.sequences.tolist(), (policy, rank)

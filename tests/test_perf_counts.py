@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from perf.counts import Count, table
+from perf.counts import Count, markdown
 from tests.ptx.parse import parse
 from tests.ptx.test_executor import kernel
 
@@ -25,7 +25,7 @@ for body in json.loads(sys.argv[1]):
         count.note(SimpleNamespace(now=one), np.zeros(32, bool) if skipped else None)
     found.append(count.numbers())
 print(json.dumps(found))
-print(table({"before": {"one": found[0]}, "after": {"one": found[1]}}))
+print(markdown({"before": {"one": found[0]}, "after": {"one": found[1]}}))
 """
 LOADS = "ld.global.b64 %rd11, [%rd10];\nld.global.b32 %r11, [{}];\nadd.s32 %r12, %r11, 1;\n"
 COPY = (

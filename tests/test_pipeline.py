@@ -6,10 +6,10 @@ import transformers
 
 import fastkv
 import fastkv.pipeline
-from fastkv import FastKVError
 from fastkv.lab import reading
 from fastkv.prefix import answers
 
+from .models import raises
 from .processes import run
 from .toy import generate, load
 
@@ -89,8 +89,7 @@ def test_a_chat_template_holds_context_and_question(parts):
     ids=str,
 )
 def test_refusals(parts, given, message):
-    with pytest.raises(FastKVError, match=message):
-        made(parts)(**given)
+    raises(message, made(parts), **given)
     assert "_fastkv_config" not in vars(parts[0])
 
 

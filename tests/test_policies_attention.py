@@ -192,7 +192,6 @@ def test_tova_is_the_mean_over_all_heads_and_keeps_the_same_tokens_in_each():
 
     agree(signals, scores, expected)
     assert all(heads == [heads[0]] * HEADS for heads in kept(scores, signals))
-    assert TOVA().observation == 1 and not TOVA.adaptive
 
 
 # H2O
@@ -226,17 +225,6 @@ def test_h2o_in_blocks_equals_the_column_sums_of_the_whole_matrix(blocks):
     torch.testing.assert_close(memory, weights.sum(2).float(), atol=1e-6, rtol=0)
 
 
-def test_h2o_asks_for_every_query_and_half_of_the_budget_for_recent_tokens():
-    assert (
-        H2O().observation is None
-        and H2O().shares == fastkv.policies.Shares(recent=0.5)
-        and H2O(recent=0.25).shares.recent == 0.25
-    )
-    for recent in (-0.1, 1.1, math.nan):
-        with pytest.raises(FastKVError, match="recent must be a share"):
-            H2O(recent=recent)
-
-
 # SnapKV and PyramidKV
 
 
@@ -252,7 +240,8 @@ def test_pyramidkv_scores_like_snapkv_and_brings_a_pyramid(pool):
 
     agree(signals, scores, expected)
     assert torch.equal(scores, SnapKV(pool=pool).score(signals))
-    assert PyramidKV.shares.layers == "pyramid" and PyramidKV().observation == 32 and PyramidKV.name == "pyramidkv"
+    later = replace(signals, decoding=True)  # one by one
+    assert torch.equal(SnapKV(pool=pool).score(later), signals.attention)
 
 
 def test_snapkv_window_longer_than_the_prompt_shrinks():
@@ -285,15 +274,7 @@ def test_kvzip_remembers_the_largest_weight_and_scores_generated_tokens_by_atten
     later = replace(signals, decoding=True)
     assert torch.equal(policy.remember(later), signals.memory)
     assert policy.score(later).flatten().tolist() == [old or new for old, new in zip(before, now)]
-    assert policy.second_reading == fastkv.policies.SecondReading(2048) and "memory" in policy.needs
-
-
-def test_kvzip_hyper_parameters_are_checked():
-    assert KVzip(prompt=[5, 6]) == KVzip(prompt=(5, 6)) and KVzip().chunk == 2048
-    with pytest.raises(FastKVError, match="chunk must be an integer of at least 1, got 0"):
-        KVzip(chunk=0)
-    with pytest.raises(FastKVError, match="prompt must hold token ids"):
-        KVzip(prompt=(3, -1))
+    assert torch.equal(CriticalKV(base=policy).remember(signals), largest)
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -398,34 +379,6 @@ def test_criticalkv_keeps_heads_comparable():
         assert scores[row][~rest].min() == 2
 
 
-def test_criticalkv_passes_on_what_its_base_asks_for():
-    on_h2o, signals = CriticalKV(base=H2O(recent=0.25)), make()
-    assert on_h2o.needs == {"attention", "output", "memory"}
-    assert on_h2o.observation is None and on_h2o.shares.recent == 0.25
-    assert torch.equal(on_h2o.remember(signals), H2O().remember(signals))
-    assert CriticalKV(base="momentkv").moments.order == 1 and CriticalKV(base="momentkv").observation == 32
-    assert CriticalKV(base="random").needs == {"output"} and CriticalKV(base=KVzip()).second_reading
-    assert CriticalKV(base=PyramidKV()).shares.layers == "pyramid" and CriticalKV().shares.layers is None
-    assert CriticalKV(base="fastkv-reread").needs == {"queries", "memory", "rotary", "output"}
-    with pytest.raises(FastKVError, match="needs the pattern file"):
-        CriticalKV(base=DuoAttention()).shares.heads.check([2, 2])
-
-
-@pytest.mark.parametrize(
-    "hyper,match",
-    [
-        ({"base": "criticalkv"}, "base must be another policy"),
-        ({"base": CriticalKV()}, "base must be another policy"),
-        ({"base": "nonsense"}, "unknown policy 'nonsense'"),
-        ({"first": 1.5}, "first must be in"),
-        ({"epsilon": 0.0}, "epsilon above 0"),
-    ],
-)
-def test_criticalkv_hyper_parameters_are_checked(hyper, match):
-    with pytest.raises(FastKVError, match=match):
-        CriticalKV(**hyper)
-
-
 # DuoAttention
 
 
@@ -489,7 +442,6 @@ def test_duoattention_shares_out_exactly_the_budget(tmp_path_factory, heads, tok
 def test_duoattention_drops_the_oldest():
     signals = make()
     assert kept(DuoAttention().score(signals), signals) == [[list(range(7, 13))] * HEADS] * B
-    assert not DuoAttention.adaptive
 
 
 # MomentKV
@@ -525,10 +477,7 @@ def test_momentkv_ablations_equal_brute_force(order, decoding):
     agree(signals, policy.score(signals), expected)
 
 
-def test_momentkv_order_0_needs_no_matrix_and_hyper_parameters_are_checked():
+def test_momentkv_order_0_needs_no_matrix():
     signals, policy = make(), MomentKV(residual_order=0)
     means = replace(signals, moments=Moments(*signals.moments.tensors()[:3]))
     assert torch.equal(policy.score(means), policy.score(signals))
-    assert MomentKV().moments.order == 1 and MomentKV(informed=False).moments.order is None
-    with pytest.raises(FastKVError, match="residual_order must be 0 or 1, got 2"):
-        MomentKV(residual_order=2)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from transformers.models.llama import modeling_llama
 
 from fastkv import ops
-from fastkv.errors import FastKVError
 from fastkv.integrations.transformers import rotations
 from fastkv.policies.compactor import Compactor, Leverage, NonCausal
 from fastkv.policies.keys import KNorm, Manifold, WindowedManifold
@@ -290,26 +289,6 @@ def test_few_and_equal_tokens_have_finite_scores(policy, decoding):
         assert scores[few & signals.valid].isfinite().all()
 
 
-def only_keys(keys):
-    """Signals of one head with these keys [N, DIM] in order."""
-    num = len(keys)
-    empty = made(held=0, new=num, batch=1, heads=1, pads=(0,), holes=(0,))
-    keys = keys.float()[None, None]
-    return changed(empty, keys=keys, values=keys, rotary=PLAIN)
-
-
-@pytest.mark.parametrize("method", ["cholesky", "qr", "svd", "eig", "exact"])
-@pytest.mark.parametrize("rank", [0, 1, 3, 8])
-def test_unsketched_leverage_sums_to_the_rank_and_ignores_invertible_maps(method, rank):
-    policy = Leverage(sketch=None, method=method)
-    keys = randn(40, rank) @ randn(rank, DIM, seed=1)
-    turned = keys @ (randn(DIM, DIM, seed=2) + 4 * torch.eye(DIM, dtype=F64))
-    first, second = (policy.score(only_keys(x)) for x in (keys, turned))
-    torch.testing.assert_close(float(first.sum()), float(rank), atol=1e-3, rtol=0)
-    torch.testing.assert_close(first, second, atol=2e-3 if method == "cholesky" else 1e-4, rtol=0)
-    assert 0 <= first.min() and first.max() <= 1 + 1e-5
-
-
 def test_a_sketch_is_sent_to_a_device_once():
     """Then an eviction copies nothing from the host, and can be captured; whoever changes a sketch changes no other."""
     keys, seen = randn(1, 1, 30, DIM), set()
@@ -391,33 +370,3 @@ def test_keys_of_llama_are_unrotated(kind):
     signals = changed(made(), keys=rotated, positions=position[:, None].expand(-1, 2, -1).int())
     back = changed(signals, rotary=rotations(model, [1])[1]).pre_rope_keys
     torch.testing.assert_close(back, keys)
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: Manifold(window=0), "window must be an integer of at least 1, got 0"),
-        (lambda: WindowedManifold(window=2.5), "manifold-windowed: window must be an integer"),
-        (lambda: Manifold(metric="l3"), "metric must be one of l2, l1, linf, cosine"),
-        (lambda: Leverage(sketch=0), "sketch must be an integer of at least 1"),
-        (lambda: Leverage(sketch=129), "at most 128 columns for method 'cholesky', got 129"),
-        (lambda: Leverage(method="lu"), "method must be one of cholesky, qr, svd, eig, exact, srht"),
-        (lambda: NonCausal(chunk=0), "noncausal: chunk must be an integer of at least 1"),
-        (lambda: NonCausal(pool=4), "odd width"),
-        (lambda: Compactor(chunk=0), "compactor: chunk must be"),
-        (lambda: Compactor(sketch=500), "at most 128 columns"),
-        (lambda: Compactor(blend=-0.1), "blend must be a finite weight of at least 0"),
-        (lambda: Compactor(blend=NAN), "blend must be a finite weight of at least 0"),
-    ],
-)
-def test_refusals(make, message):
-    with pytest.raises(FastKVError, match=message):
-        make()
-
-
-def test_defaults_are_those_of_the_papers():
-    assert (Manifold().window, WindowedManifold().window) == (None, 4096)
-    paper = Compactor()
-    assert (paper.blend, paper.sketch, paper.chunk) == (0.3, 64, 256)
-    assert (paper.pool, paper.scaled, paper.values_first, paper.centred) == (3, False, True, False)
-    assert Leverage(sketch=500, method="qr").sketch == 500

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from fastkv import ops, policies
-from fastkv.errors import FastKVError
-from fastkv.policies import RKV, CriticalKV, ExpectedAttention, FastKV, FastKVReread, LagKV, TriAttention
+from fastkv.policies import RKV, ExpectedAttention, FastKV, FastKVReread, LagKV, TriAttention
 from fastkv.policies import attention as attention_file
 from fastkv.rotary import Rotary
 
@@ -301,36 +300,3 @@ def test_vectors_are_turned_ahead(rotary):
     assert lengths.shape[-1] == DIM - rotary.size // 2
     torch.testing.assert_close(lengths, rotary.lengths(each[0]))
     torch.testing.assert_close(lengths.square().sum(-1), there.square().sum(-1))
-
-
-# Hyper-parameters
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: LagKV(lag=1), "lagkv: lag must be an integer of at least 2, got 1"),
-        (lambda: RKV(window=0), "rkv: window must be an integer of at least 1"),
-        (lambda: RKV(pool=4), "odd width"),
-        (lambda: RKV(weight=1.5), "weight must be in"),
-        (lambda: RKV(threshold=NAN), "threshold finite"),
-        (lambda: ExpectedAttention(horizon=0), "horizon must be an integer of at least 1"),
-        (lambda: ExpectedAttention(epsilon=-1.0), "epsilon must be a finite number of at least 0"),
-        (lambda: TriAttention(horizon=0.5), "triattention: horizon must be an integer"),
-    ],
-)
-def test_refusals(make, message):
-    with pytest.raises(FastKVError, match=message):
-        make()
-
-
-def test_defaults_are_those_of_the_papers():
-    rkv, expected = RKV(), ExpectedAttention()
-    assert (rkv.window, rkv.pool, rkv.weight, rkv.threshold) == (8, 7, 0.1, 0.5)
-    assert (expected.horizon, expected.sinks, expected.epsilon) == (512, 4, 0.01)
-    assert (LagKV().lag, TriAttention().horizon) == (128, 65536)
-
-
-def test_criticalkv_passes_the_calibration_on():
-    on_top = CriticalKV(base=TriAttention(calibration="some.safetensors"))
-    assert on_top.calibration == "some.safetensors" and "query_statistics" in on_top.needs

@@ -7,7 +7,7 @@ from transformers import DynamicCache, StaticCache
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError
 
-from .models import build, generate, prompt
+from .models import build, generate, prompt, raises
 from .pairwise import covering
 from .test_policy_matrix import EVERY, small
 from .test_saved import assert_same, contents
@@ -19,7 +19,6 @@ def stock(model, ids, mask=None):
     return model(ids, attention_mask=mask, use_cache=True).past_key_values
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
     "policy, options",
     covering(POLICIES, [{}, {"correction": "centroids"}, {"correction": "moments", "slots": "int8"}], together=1),
@@ -39,7 +38,6 @@ def test_it_is_what_reading_makes(policy, options):
     assert torch.equal(*(generate(model, more, new=9, past_key_values=one) for one in (made, read)))
 
 
-@torch.no_grad()
 def test_padding_and_adaptive_heads():
     model, (ids, mask) = build(), prompt(2, 60, (0, 19))
     cache = stock(model, ids, mask)
@@ -53,7 +51,6 @@ def test_padding_and_adaptive_heads():
             torch.testing.assert_close(mine.state.exact["keys"], theirs.state.exact["keys"])
 
 
-@torch.no_grad()
 def test_a_static_cache_and_bytes():
     """Of a cache with room for more, its tokens; the budget is of the prefix."""
     model, (ids, _) = build(num_hidden_layers=2), prompt(1, 200, (0,))
@@ -65,7 +62,6 @@ def test_a_static_cache_and_bytes():
     assert 0.8 * full / 2 < made.nbytes() <= full / 2
 
 
-@torch.no_grad()
 def test_refusals_change_nothing():
     model, (ids, _) = build(), prompt(1, 60, (0,))
     cache = stock(model, ids)
@@ -90,8 +86,7 @@ def test_refusals_change_nothing():
             fastkv.compress(given, model, **{"budget": small(), **options})
         assert "\n" not in str(refused.value)
         assert model._fastkv_config is before
-    with pytest.raises(FastKVError, match="needs a transformers model, got Linear"):
-        fastkv.compress(cache, torch.nn.Linear(2, 2))
+    raises("needs a transformers model, got Linear", fastkv.compress, cache, torch.nn.Linear(2, 2))
     for name in ("gemma2", "deepseek_v3"):  # a sliding window; latents, which a stock cache may hold expanded
         other = build(name, "eager")
         with pytest.raises(FastKVError, match="layers that are not compressed, share keys or cache latents"):

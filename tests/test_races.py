@@ -25,9 +25,19 @@ from fastkv.kernels._launch import INTERPRET
 from fastkv.reference import Centroids, LayerState, Moments, Recovery, Selection, Slots
 
 from .simulator import Race, poison, simulated
-from .states import Workspace, copied, encoded, in_pages, make_spec, make_state, splits, uninitialised_is_nan
+from .states import (
+    Workspace,
+    copied,
+    deal,
+    encoded,
+    in_pages,
+    make_spec,
+    make_state,
+    slab_of,
+    splits,
+    uninitialised_is_nan,
+)
 from .test_ops import CASES as OPERATORS
-from .test_ragged_ops import deal, slab_of
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason="programs are simulated in Triton's interpreter only")
 

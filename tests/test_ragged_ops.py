@@ -7,65 +7,34 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastkv import FastKVError, ops
+from fastkv import ops
 from fastkv.kernels import evict as evict_kernel
-from fastkv.reference import LayerState, Moments, Recovery, Slots
+from fastkv.reference import Moments, Recovery, Slots
 
 from .conftest import examples
 from .pairwise import covering
-from .states import BACKENDS, assert_same, copied, make_spec, make_state, splits
+from .states import BACKENDS, assert_same, copied, deal, in_slab, make_spec, make_state, splits
+from .test_properties import SCORES, attention_of, best, moments_of
 
 HEADS, G, D, SCALE = 3, 2, 16, 0.3
-EXACTLY = dict(atol=0, rtol=0)
-GAP = 5  # slots of a slab that no head owns
-F64 = torch.float64
 
 
 def normal(*shape):
     return torch.randn(*shape)
 
 
-def deal(capacities):
-    """starts [B, Hkv + 1] int32 and the size of the slab, for capacities [B][Hkv]."""
-    owned = torch.tensor(capacities)
-    starts = torch.cat([torch.zeros(len(owned), 1, dtype=torch.long), owned.cumsum(1)], 1)
-    return starts.int(), int(starts.max()) + GAP
-
-
-def stretches(starts):
-    """(sequence, head, first slot, end) of every head."""
-    for b, row in enumerate(starts.tolist()):
-        for h in range(len(row) - 1):
-            yield b, h, row[h], row[h + 1]
-
-
-def slab_of(rows, starts, size):
-    """A slab whose heads own the first rows of rows [B, Hkv, N, ...]; what nobody owns is -7."""
-    slab = torch.full((len(rows), size, *rows.shape[3:]), -7, dtype=rows.dtype)
-    for b, h, first, end in stretches(starts):
-        slab[b, first:end] = rows[b, h, : end - first]
-    return slab
-
-
 def evicted(batch, order=1):
-    """Moments of 0 to 6 tokens per head, and those tokens."""
+    """Moments of 0 to 6 tokens per head, and those tokens as [B][Hkv] lists of (key, value)."""
     keys, values = normal(batch, HEADS, 6, D), normal(batch, HEADS, 6, D)
-    gone = torch.arange(6) < torch.randint(0, 7, (batch, HEADS))[..., None]
-    return Moments.empty(batch, HEADS, D, D, order=order).add(keys, values, gone), (keys, values, gone)
+    inside = torch.arange(6) < torch.randint(0, 7, (batch, HEADS))[..., None]
+    gone = [
+        [list(zip(keys[b, h][inside[b, h]], values[b, h][inside[b, h]])) for h in range(HEADS)] for b in range(batch)
+    ]
+    return Moments.empty(batch, HEADS, D, D, order=order).add(keys, values, inside), gone
 
 
 def full_rows(batch, width):
     return [normal(batch, HEADS, width, D), normal(batch, HEADS, width, D)]
-
-
-capacities = st.lists(st.lists(st.integers(1, 12), min_size=HEADS, max_size=HEADS), min_size=1, max_size=2)
-common = dict(
-    owned=capacities,
-    order=st.sampled_from([None, 0, 1]),
-    softcap=st.sampled_from([None, 2.0]),
-    parts=st.sampled_from([1, 4]),
-    seed=st.integers(0, 2**31),
-)
 
 
 def held_in(owned, spare):
@@ -74,45 +43,89 @@ def held_in(owned, spare):
     return torch.where(torch.rand(most.shape) < 0.5, most, (torch.rand(most.shape) * (most + 1)).long()).int()
 
 
-@pytest.mark.parametrize("step", [True, False], ids=["step", "attention"])
-@pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=examples(40))
-@given(**common)
-def test_decoding_equals_that_on_equal_slots(backend, step, owned, order, softcap, parts, seed):
-    """Results bit for bit, or, of kernels that deal several programs to heads, but for the order of sums; every slot of
-    the slab that is not the new token's is as before."""
-    torch.manual_seed(seed)
+def layer(owned, spare, order=1, keyless=()):
+    """Slots of equal heads of which each uses no more than it will own, `spare` of them free, beside slots without
+    values of which each head uses up to `keyless`, if there are any."""
     batch, width = len(owned), max(map(max, owned))
-    starts, size = deal(owned)
-    keys, values = full_rows(batch, width)
-    positions = torch.randint(0, 99, (batch, HEADS, width), dtype=torch.int32)
-    received = torch.rand(batch, HEADS, width)
-    lengths = held_in(owned, int(step))
-    moments, _ = evicted(batch)
-    seen = torch.randint(50, 90, (batch,))
-    q, k, v = normal(batch, HEADS * G, D), normal(batch, HEADS, 1, D), normal(batch, HEADS, 1, D)
+    positions = torch.randint(0, 60, (batch, HEADS, width), dtype=torch.int32)
+    known = torch.randint(50, 60, (batch,)), evicted(batch, order)[0]
+    state = make_state(*full_rows(batch, width), held_in(owned, spare), positions, *known)
+    state.exact.attention = torch.rand(batch, HEADS, width)
+    if keyless:
+        width = max(map(max, keyless))
+        positions = torch.randint(0, 60, (batch, HEADS, width), dtype=torch.int32)
+        state.approx = Slots(normal(batch, HEADS, width, D), None, held_in(keyless, 0), positions)
+        state.approx.attention = torch.rand(batch, HEADS, width)
+        angle = torch.arange(60)[:, None] * 50.0 ** -(torch.arange(D // 2) / D * 2)
+        state.recovery = Recovery(normal(HEADS, D, D) / 4, angle.cos(), angle.sin())
+    return state
 
-    def run(state):
-        spec = make_spec(SCALE, softcap, order, backend=backend)
-        return ops.decode_step(q, *((k, v) if step else (None, None)), state, spec)
 
-    known = seen, moments
-    equal = make_state(keys, values, lengths, positions, *known, attention=received)
-    slabs = [slab_of(t, starts, size) for t in (keys, values, positions, received)]
-    ragged = dict(starts=starts, attention=slabs[3])
-    state = make_state(*slabs[:2], lengths, slabs[2], *known, **ragged, limit=width)
-    equal, state, wide = copied(equal), copied(state), copied(state)
-    wide.exact.limit = wide.exact.filled = size
+def token(batch):
+    """A query, a key and a value."""
+    return normal(batch, HEADS * G, D), normal(batch, HEADS, 1, D), normal(batch, HEADS, 1, D)
+
+
+@pytest.mark.parametrize("backend, step, keyless", covering(BACKENDS, [True, False], [True, False]))
+@settings(max_examples=examples(80))
+@given(
+    owned=st.lists(st.lists(st.integers(1, 12), min_size=HEADS, max_size=HEADS), min_size=1, max_size=2),
+    order=st.sampled_from([None, 0, 1]),
+    softcap=st.sampled_from([None, 2.0]),
+    parts=st.sampled_from([1, 4]),
+    seed=st.integers(0, 2**31),
+    data=st.data(),
+)
+def test_decoding_equals_that_on_equal_slots(backend, step, keyless, owned, order, softcap, parts, seed, data):
+    """Results bit for bit, or, of kernels that deal several programs to heads, but for the order of sums; every slot of
+    the slab that is not the new token's is as before, whoever owns it."""
+    torch.manual_seed(seed)
+    some = st.lists(st.integers(0, 9), min_size=HEADS, max_size=HEADS)
+    without = data.draw(st.lists(some, min_size=len(owned), max_size=len(owned))) if keyless else []
+    equal, (q, k, v) = layer(owned, int(step), keyless=without), token(len(owned))
+    state, spec = in_slab(equal, owned, without), make_spec(SCALE, softcap, order, backend=backend)
+    wide = copied(state)
+    wide.exact.limit = wide.exact.filled = wide.exact.keys.shape[1]
     with splits(parts):
-        expected, got, unbounded = run(equal), run(state), run(wide)
-    collected = state.exact.attention, slab_of(equal.exact.attention, starts, size)
+        expected, got, unbounded = (
+            ops.decode_step(q, *((k, v) if step else (None, None)), one, spec) for one in (equal, state, wide)
+        )
     error = 1e-6 if backend == "triton" and parts > 1 else 0
-    for mine, theirs in (*zip(got, expected), collected):
+    same = in_slab(equal, owned, without)
+    received = zip((tier.attention for tier in state.tiers.values()), (tier.attention for tier in same.tiers.values()))
+    for mine, theirs in (*zip(got, expected), *received):
         torch.testing.assert_close(mine, theirs, atol=error, rtol=error, equal_nan=True)
     torch.testing.assert_close(unbounded[0], got[0], atol=1e-5, rtol=1e-5)
-    for name in ("keys", "values", "positions"):
-        assert torch.equal(getattr(state.exact, name), slab_of(getattr(equal.exact, name), starts, size))
-    assert torch.equal(state.exact.lengths, equal.exact.lengths) and torch.equal(state.seen, equal.seen)
+    assert_same(state, same, but=["exact.attention", "approx.attention"])
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("order", [None, 0, 1])
+def test_a_key_without_value_attends_as_a_pair_with_what_the_map_makes_of_it(order, softcap):
+    """Of all tokens together in float64, and so does what its slot receives."""
+    torch.manual_seed(order or 0)
+    state, (q, k, v) = layer([[6, 3, 9]], 1, keyless=[[4, 0, 7]]), token(1)
+    state.moments, left = evicted(1)
+    before = copied(state)
+    out, retained, gone = ops.decode_step(q, k, v, state, make_spec(SCALE, softcap, order, backend="reference"))
+    cos, sin = (table.double() for table in (state.recovery.cos, state.recovery.sin))
+    for head in range(HEADS * G):
+        h = head // G
+        held, extra = int(before.exact.lengths[0, h]), int(before.approx.lengths[0, h])
+        pairs = [*zip(before.exact.keys[0, h, :held], before.exact.values[0, h, :held]), (k[0, h, 0], v[0, h, 0])]
+        for key, place in zip(before.approx.keys[0, h, :extra], before.approx.positions[0, h].tolist()):
+            first, second = key.double().chunk(2)
+            turned = cos[place] * first + sin[place] * second, cos[place] * second - sin[place] * first
+            pairs.append((key, torch.cat(turned) @ state.recovery.weight[h].double()))
+        want, weights, mass, lost = attention_of(q[0, head], pairs, left[0][h], SCALE, softcap, order, value_dim=D)
+        torch.testing.assert_close(out[0, head].double(), want, atol=2e-5, rtol=2e-5)
+        assert float(retained[0, head].exp()) == pytest.approx(mass, rel=1e-4)
+        assert float(gone[0, head].exp()) == pytest.approx(lost, rel=1e-4)
+        received = torch.tensor(weights) / G
+        before.exact.attention[0, h, : held + 1] += received[: held + 1]
+        before.approx.attention[0, h, :extra] += received[held + 1 :]
+    for mine, theirs in zip(state.tiers.values(), before.tiers.values()):
+        torch.testing.assert_close(mine.attention, theirs.attention, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -161,263 +174,54 @@ def test_steps_share_scratch(backend):
         assert not scratch[3].any()
 
 
-def brute_moments(old, gone):
-    """count, means and cross moment of two lists of (key, value), in float64."""
-    keys, values = (torch.cat([a.double(), b.double()]) for a, b in zip(old, gone))
-    if not len(keys):
-        return 0, torch.zeros(D, dtype=F64), torch.zeros(D, dtype=F64), torch.zeros(D, D, dtype=F64)
-    key_mean, value_mean = keys.mean(0), values.mean(0)
-    return len(keys), key_mean, value_mean, (keys - key_mean).T @ (values - value_mean)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(120))
 @given(
     owned=st.lists(st.lists(st.integers(1, 30), min_size=HEADS, max_size=HEADS), min_size=1, max_size=2),
+    slab=st.booleans(),
     drop=st.integers(0, 20),
     wide=st.integers(0, 9),
     sinks=st.integers(0, 3),
     recent=st.integers(0, 6),
     scan=st.sampled_from([16, 2048]),
-    ties=st.booleans(),
     order=st.sampled_from([None, 0, 1]),
     seed=st.integers(0, 2**31),
 )
-def test_every_head_shrinks_below_its_own_slots(
-    backend, owned, drop, wide, sinks, recent, scan, ties, order, seed
-):  # fmt: skip
+def test_evict_conserves_every_token(backend, owned, slab, drop, wide, sinks, recent, scan, order, seed):
+    """The best of each head stay, so many below what it owns or, of equal heads, below the slots there are; the others
+    join its moments."""
     torch.manual_seed(seed)
     batch, most = len(owned), max(map(max, owned))
-    starts, size = deal(owned)
-    lengths = held_in(owned, 0)
     span = most + 20
-    positions = torch.rand(batch, HEADS, span).argsort(-1)[..., :most].int()
-    slabs = [slab_of(t, starts, size) for t in (*full_rows(batch, most), positions)]
-    before = [t.clone() for t in slabs]
-    width = int(lengths.max()) + wide
-    scores = normal(batch, HEADS, max(width, 1))
-    scores = scores.round() if ties else scores
-    moments, old = evicted(batch, order)
-    held = lengths.clone()
+    equal = layer(owned, 0)
+    equal.seen, (equal.moments, gone) = torch.full((batch,), span), evicted(batch, order)
+    equal.exact.positions = torch.rand(batch, HEADS, span).argsort(-1)[..., :most].int()
+    equal.exact.attention = None
+    state = in_slab(equal, owned) if slab else copied(equal)
+    before, width = copied(state), int(equal.exact.lengths.max()) + wide if slab else most
+    scores = torch.tensor(SCORES)[torch.randint(0, len(SCORES), (batch, HEADS, max(width, 1)))]
+    spec = make_spec(backend=backend, tokens=max(most - drop, 0), spare=drop, sinks=sinks, recent=recent)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evict_kernel, "MAX_SCAN", scan)
-        known = torch.full((batch,), span), moments
-        state = make_state(*slabs[:2], lengths, slabs[2], *known, starts=starts, limit=most)
-        ops.evict(scores, None, state, make_spec(backend=backend, spare=drop, sinks=sinks, recent=recent))
-    for b, h, first, end in stretches(starts):
-        length, tokens = int(held[b, h]), max(end - first - drop, 0)
-        place = before[2][b, first:end].tolist()
-        guarded = [p < sinks or p >= span - recent for p in place]
-        value = (scores[b, h] + 0.0).tolist()
-        ranked = sorted(range(length), key=lambda j: (not guarded[j], -value[j], place[j]))
-        kept = sorted(ranked[:tokens], key=lambda j: place[j])
-        assert int(lengths[b, h]) == len(kept)
-        now = torch.arange(first, first + len(kept))
-        now = now[slabs[2][b, now].argsort()]
-        for slab, was in zip(slabs, before):
-            assert torch.equal(slab[b, now], was[b, [first + j for j in kept]])
-        gone = [first + j for j in ranked[tokens:]]
-        some = tuple(t[b, h][old[2][b, h]] for t in old[:2]), (before[0][b, gone], before[1][b, gone])
-        count, *statistics = brute_moments(*some)
-        assert int(moments.count[b, h]) == count
-        for name, want in zip(("key_mean", "value_mean", "cross"), statistics[: 0 if order is None else order + 2]):
-            torch.testing.assert_close(getattr(moments, name)[b, h].double(), want, atol=1e-5, rtol=1e-5)
-        if backend == "triton" and not gone:
-            assert all(torch.equal(slab[b, first:end], was[b, first:end]) for slab, was in zip(slabs, before))
-    if backend == "triton":
-        ends = starts[:, -1].tolist()
-        assert all(torch.equal(s[b, e:], w[b, e:]) for s, w in zip(slabs, before) for b, e in enumerate(ends))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_shrinking_equals_that_of_equal_slots(backend):
-    """A slab of heads that own equally many slots is the uniform layout."""
-    owned, drop = [[20] * HEADS] * 2, 6
-    starts, size = deal(owned)
-    keys, values = full_rows(2, 20)
-    positions = torch.rand(2, HEADS, 20).argsort(-1).int()
-    lengths = torch.tensor([[20, 14, 17], [3, 20, 0]], dtype=torch.int32)
-    scores, seen = normal(2, HEADS, 20), torch.tensor([20, 20])
-    slabs = [slab_of(t, starts, size) for t in (keys, values, positions)]
-    shrink = make_spec(backend=backend, tokens=14, spare=drop, sinks=2, recent=3)
-    equal = make_state(keys, values, lengths.clone(), positions, seen, Moments.empty(2, HEADS, D, D))
-    state = make_state(*slabs[:2], lengths.clone(), slabs[2], seen, Moments.empty(2, HEADS, D, D))
-    state.exact.starts, state.exact.limit = starts, 20
-    for one in (equal, state):
-        ops.evict(scores, None, one, shrink)
-    for one, other in zip(*([one.exact.lengths, *one.moments.tensors()] for one in (equal, state))):
-        torch.testing.assert_close(one, other, **(dict(atol=1e-5, rtol=1e-5) if backend == "cpu" else EXACTLY))
-    for b, h, first, _ in stretches(starts):
-        held = int(equal.exact.lengths[b, h])
-        own = [(getattr(equal.exact, name)[b, h, :held], getattr(state.exact, name)[b, first : first + held])
-               for name in ("positions", "keys", "values")]  # fmt: skip
-        by = [place.argsort() if backend == "cpu" else slice(None) for place in own[0]]  # a CPU leaves them in place
-        assert all(torch.equal(one[by[0]], other[by[1]]) for one, other in own)
-
-
-def test_wrong_shrinking_is_refused():
-    starts, size = deal([[4, 2, 3]])
-    slabs = [normal(1, size, D), normal(1, size, D), torch.zeros(1, size, dtype=torch.int32)]
-
-    def shrink(starts, spare):
-        moments = Moments(torch.zeros(1, HEADS).long())
-        state = make_state(*slabs[:2], torch.ones(1, HEADS, dtype=torch.int32), slabs[2], torch.tensor([9]), moments)
-        state.exact.starts = starts
-        ops.evict(normal(1, HEADS, 4), None, state, make_spec(backend="triton", tokens=3, spare=spare))
-
-    with pytest.raises(FastKVError, match="at most 64 tokens of a head, got 65"):
-        shrink(starts, 65)
-    with pytest.raises(FastKVError, match="starts must have shape"):
-        shrink(starts.repeat(2, 1), 1)
-
-
-class Vector:
-    """One problem with two kinds of slots, as lists of tokens per head, and its solution in float64."""
-
-    def __init__(self, owned, approx_owned, order, softcap, seed):
-        torch.manual_seed(seed)
-        self.batch = batch = len(owned)
-        self.owned, self.approx_owned, self.order, self.softcap = owned, approx_owned, order, softcap
-        self.width, self.approx_width = max(map(max, owned)), max(map(max, approx_owned))
-        self.keys, self.values = full_rows(batch, self.width)
-        self.positions = torch.randint(0, 60, (batch, HEADS, self.width), dtype=torch.int32)
-        self.lengths = held_in(owned, 1)
-        self.approx_keys = normal(batch, HEADS, self.approx_width, D)
-        self.approx_positions = torch.randint(0, 60, (batch, HEADS, self.approx_width), dtype=torch.int32)
-        self.approx_lengths = held_in(approx_owned, 0)
-        self.received = torch.rand(batch, HEADS, self.width), torch.rand(batch, HEADS, self.approx_width)
-        self.seen = torch.full((batch,), 40)
-        self.weight = normal(HEADS, D, D) / 4
-        angle = torch.arange(60)[:, None] * 50.0 ** -(torch.arange(D // 2) / D * 2)
-        self.cos, self.sin = angle.cos(), angle.sin()
-        self.moments, self.old = evicted(batch)
-        self.q, self.k, self.v = normal(batch, HEADS * G, D), normal(batch, HEADS, 1, D), normal(batch, HEADS, 1, D)
-
-    def solve(self):
-        """Per (sequence, head): out [G, D], lse_retained, lse_evicted [G] and what the slots of each kind receive."""
-        for b, h, _, _ in stretches(deal(self.owned)[0]):
-            held, extra = int(self.lengths[b, h]), int(self.approx_lengths[b, h])
-            q = self.q[b, h * G : h * G + G].double()
-            k = torch.cat([self.keys[b, h, :held], self.k[b, h]]).double()
-            v = torch.cat([self.values[b, h, :held], self.v[b, h]]).double()
-            known = self.approx_keys[b, h, :extra].double()
-            back = []
-            for key, p in zip(known, self.approx_positions[b, h].tolist()):
-                pair = torch.view_as_complex(key.view(2, -1).T.contiguous())
-                turn = torch.complex(self.cos[p].double(), -self.sin[p].double())
-                back.append(torch.view_as_real(pair * turn).T.reshape(-1) @ self.weight[h].double())
-            v = torch.cat([v, torch.stack(back) if back else v[:0]])
-
-            def bent(x):
-                return x if self.softcap is None else self.softcap * torch.tanh(x / self.softcap)
-
-            raw = SCALE * q @ torch.cat([k, known]).T
-            logits = bent(raw)
-            count, key_mean, value_mean, cross = brute_moments(
-                [t[b, h][self.old[2][b, h]] for t in self.old[:2]], (k[:0], v[:0])
-            )
-            lse, top = logits.logsumexp(1), torch.full((G,), -torch.inf, dtype=F64)
-            estimate = torch.zeros(G, D, dtype=F64)
-            if self.order is not None and count:
-                mean = SCALE * q @ key_mean
-                top = bent(mean) + torch.tensor(float(count)).double().log()
-                slope = 1.0 if self.softcap is None else 1 - torch.tanh(mean / self.softcap) ** 2
-                linear = (SCALE * q @ cross / count) * torch.as_tensor(slope, dtype=F64).reshape(-1, 1)
-                estimate = value_mean + (linear if self.order else 0)
-            total = torch.logaddexp(lse, top)[:, None]
-            weights = (logits - total).exp()
-            out = weights @ v + (top[:, None] - total).exp() * estimate
-            received = weights.mean(0)
-            yield b, h, out, lse, top, received[: held + 1], received[held + 1 :]
-
-    def place(self, backend):
-        """Position of the next token: kernels count what is known, which in a layer is what was seen."""
-        known = self.lengths + self.approx_lengths + self.moments.count
-        return known if backend == "triton" else self.seen[:, None].expand_as(known)
-
-    def check(self, backend, ragged, approx_ragged, scratch=False):
-        starts, size = deal(self.owned)
-        approx_starts, approx_size = deal(self.approx_owned)
-
-        def laid(rows, approx=False):
-            if not (approx_ragged if approx else ragged):
-                return rows.clone()
-            return slab_of(rows, approx_starts, approx_size) if approx else slab_of(rows, starts, size)
-
-        exact = Slots(laid(self.keys), laid(self.values), self.lengths.clone(), laid(self.positions))
-        keys, positions = laid(self.approx_keys, True), laid(self.approx_positions, True)
-        approx = Slots(keys, None, self.approx_lengths.clone(), positions)
-        exact.attention, approx.attention = laid(self.received[0]), laid(self.received[1], True)
-        if ragged:
-            exact.starts, exact.limit, exact.filled = starts, self.width, self.width
-        if approx_ragged:
-            approx.starts, approx.limit, approx.filled = approx_starts, self.approx_width, self.approx_width
-        recovery = Recovery(self.weight, self.cos, self.sin)
-        state = LayerState(exact, self.seen.clone(), self.moments, approx, recovery=recovery)
-        spec = make_spec(SCALE, self.softcap, self.order, backend=backend)
-        if scratch:
-            state.scratch = ops.workspace(HEADS * G, state, spec)
-        out, lse_retained, lse_evicted = ops.decode_step(self.q, self.k, self.v, state, spec)
-        keys, values, positions = self.keys.clone(), self.values.clone(), self.positions.clone()
-        sums = [t.double() for t in self.received]
-        for b, h, *truth, values_get, keys_get in self.solve():
-            slot = int(self.lengths[b, h])
-            keys[b, h, slot], values[b, h, slot] = self.k[b, h, 0], self.v[b, h, 0]
-            positions[b, h, slot] = self.place(backend)[b, h]
-            sums[0][b, h, : slot + 1] += values_get
-            sums[1][b, h, : len(keys_get)] += keys_get
-            rows = slice(h * G, h * G + G)
-            for got, want in zip((out[b, rows], lse_retained[b, rows], lse_evicted[b, rows]), truth):
-                torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-5)
-        for got, rows in zip((exact.keys, exact.values, exact.positions), (keys, values, positions)):
-            assert torch.equal(got, laid(rows))
-        assert torch.equal(exact.lengths, self.lengths + 1) and torch.equal(state.seen, self.seen + 1)
-        assert torch.equal(approx.keys, laid(self.approx_keys, True))
-        assert torch.equal(approx.lengths, self.approx_lengths)
-        torch.testing.assert_close(exact.attention.double(), laid(sums[0]), atol=2e-6, rtol=1e-5)
-        torch.testing.assert_close(approx.attention.double(), laid(sums[1], True), atol=2e-6, rtol=1e-5)
-        received = (exact.attention, self.received[0]), (approx.attention, self.received[1])
-        for keyless, (got, was) in enumerate(received):
-            starting = laid(was, keyless)
-            unused = torch.arange(was.shape[2]) >= (self.approx_lengths if keyless else self.lengths + 1)[..., None]
-            same = laid(unused, keyless) != 0  # also what nobody owns
-            assert torch.equal(got[same], starting[same])
-
-
-@pytest.mark.parametrize("backend, ragged, approx_ragged", covering(BACKENDS, [True, False], [True, False], together=1))
-@settings(max_examples=examples(12))
-@given(**common, approx=st.lists(st.integers(0, 9), min_size=2 * HEADS, max_size=2 * HEADS))
-def test_vector_step(backend, ragged, approx_ragged, owned, order, softcap, parts, seed, approx):
-    approx_owned = [approx[b * HEADS : (b + 1) * HEADS] for b in range(len(owned))]
-    with splits(parts):
-        Vector(owned, approx_owned, order, softcap, seed).check(backend, ragged, approx_ragged)
-
-
-@pytest.mark.parametrize("approx", [[[0, 0, 0]], [[9, 0, 1]]], ids=["none", "some"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_vector_step_with_scratch(backend, approx):
-    for seed in range(3):
-        with splits(4):
-            Vector([[40, 2, 33]], approx, 1, None, seed).check(backend, True, True, scratch=True)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_vector_attention_is_the_step_without_its_token(backend):
-    """On slots that already hold the token, and with only one kind of attention collected."""
-    case = Vector([[6, 3, 9]], [[4, 0, 7]], 1, None, 0)
-    starts, size = deal(case.owned)
-    slots = [slab_of(t, starts, size) for t in (case.keys, case.values, case.positions)]
-    approx = Slots(case.approx_keys, None, case.approx_lengths, case.approx_positions)
-    approx.attention = torch.zeros(1, HEADS, case.approx_width)
-    state = make_state(
-        *slots[:2], case.lengths, slots[2], case.seen, case.moments, starts=starts, limit=case.width, approx=approx,
-        recovery=Recovery(case.weight, case.cos, case.sin),
-    )  # fmt: skip
-    spec = make_spec(SCALE, order=1, backend=backend)
-    step = ops.decode_step(case.q, case.k, case.v, state, spec)
-    stored, received = copied(state), approx.attention.clone()
-    state.approx.attention.zero_()
-    again = ops.decode_step(case.q, None, None, state, spec)
-    for one, other in zip((*step, received), (*again, state.approx.attention)):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
-    assert_same(state, stored, but=["approx.attention"])
+        ops.evict(scores, None, state, spec)
+    names = ("positions", "keys", "values")
+    stored = [dict(zip(names, one.exact.stored(*names))) for one in (equal, state)]
+    for b, h in ((b, h) for b in range(batch) for h in range(HEADS)):
+        was, now = ({name: rows[b, h] for name, rows in one.items()} for one in stored)
+        places = was["positions"][: int(before.exact.lengths[b, h])].tolist()
+        guarded = [place < sinks or place >= span - recent for place in places]
+        room = owned[b][h] if slab else most
+        stay = best([*zip(guarded, scores[b, h].tolist(), places, range(most))], max(room - drop, 0))
+        left = [(was["keys"][i], was["values"][i]) for i in range(len(places)) if i not in stay]
+        assert int(state.exact.lengths[b, h]) == len(stay)
+        order_now, order_was = now["positions"][: len(stay)].argsort(), sorted(stay, key=lambda i: places[i])
+        assert all(torch.equal(now[name][order_now], was[name][order_was]) for name in names)
+        count, *exact = moments_of(gone[b][h] + left)
+        assert int(state.moments.count[b, h]) == count
+        for name, want in zip(("key_mean", "value_mean", "cross"), exact[: 0 if order is None else order + 2]):
+            mine = getattr(state.moments, name)[b, h].double()
+            torch.testing.assert_close(mine, want.expand_as(mine), atol=1e-5, rtol=1e-5)
+    if slab and backend == "triton":  # what nobody owns
+        for name in names:
+            for mine, theirs, end in zip(getattr(state.exact, name), getattr(before.exact, name), state.exact.starts):
+                assert torch.equal(mine[end[-1] :], theirs[end[-1] :])

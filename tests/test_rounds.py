@@ -98,13 +98,6 @@ def test_rounds_keep_the_budget_and_each_row_for_itself(heads, rounds):
     assert torch.equal(alone, kept[last, :, padding:])
 
 
-def test_one_round_is_what_it_was():
-    signals, seen = made()
-    policy = MomentKV(rounds=1)
-    rule, scores = rule_of(policy), policy.score(signals)
-    assert torch.equal(keep_in_rounds(signals, scores, seen, rule).kept, keep_best(signals, scores, seen, rule).kept)
-
-
 @pytest.mark.parametrize("heads", ["uniform", "adaptive"])
 def test_a_model_reads_in_rounds_and_decodes(heads):
     """Same bytes, all tokens accounted for, and something else is kept than after one round."""
@@ -130,8 +123,3 @@ def test_blocks_are_not_read_in_rounds():
         states.append(model(ids, attention_mask=mask).past_key_values.layers[1].state)
     assert torch.equal(states[0].exact["keys"], states[1].exact["keys"])
     assert torch.equal(states[0].moments.key_mean, states[1].moments.key_mean)
-
-
-def test_refusals():
-    with pytest.raises(fastkv.FastKVError, match="momentkv: rounds must be an integer of at least 1"):
-        MomentKV(rounds=0)

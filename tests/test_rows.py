@@ -24,9 +24,8 @@ from fastkv.reference import Centroids, LayerState, Moments
 
 from .conftest import examples
 from .pairwise import covering, named
-from .states import assert_same, copied, in_pages, make_spec, make_state, splits
+from .states import assert_same, copied, deal, in_pages, make_spec, make_state, slab_of, splits
 from .test_ops import CASES, flattened
-from .test_ragged_ops import deal, slab_of
 
 CASES_OF_STATES = [name for name in CASES if any(isinstance(one, LayerState) for one in CASES[name]("reference")[0])]
 ROWS, PAGES = [5, 2], 7

@@ -270,7 +270,6 @@ def test_a_tokenizer_that_does_not_count_is_refused():
     [
         ({"task": "niah"}, "expected one of the tasks"),
         ({"task": "vt", "depth": 0.5}, "vt has no depth"),
-        ({"task": "niah_single_1", "text": "x"}, "niah_single_1 has no text"),
         ({"task": "niah_single_1", "depth": 1.5}, "from 0 to 1, got 1.5"),
     ],
     ids=lambda value: value["task"] if isinstance(value, dict) else "",
@@ -278,26 +277,6 @@ def test_a_tokenizer_that_does_not_count_is_refused():
 def test_refusals(arguments, message):
     with pytest.raises(FastKVError, match=message):
         ruler.generate(tokenizer=by_words, length=1000, **arguments)
-
-
-def test_haystack_of_text_files(tmp_path):
-    (tmp_path / "one.txt").write_text("Alpha begins here. Beta goes\non! Gamma asks?\n")
-    (tmp_path / "two.md").write_text("Delta ends it. " + "word " * 130)
-    (tmp_path / "three.py").write_text("Never read.")
-    sample = ruler.generate("niah_single_2", by_words, 600, text=tmp_path)
-    assert sample == ruler.generate("niah_single_2", by_words, 600, text=str(tmp_path))
-    text = sample.context.replace(sample.metadata["needles"][0] + " ", "")
-    cycle = "Alpha begins here. Beta goes on! Gamma asks? Delta ends it. " + "word " * 130
-    assert len(text.split()) > 140 and " ".join(text.split()) in " ".join((cycle * 9).split())
-    assert 0 <= 600 - 128 - by_words(sample.prompt) < 60
-    starts = {ruler.generate("niah_single_2", by_words, 600, index=i, text=tmp_path).context[:5] for i in range(30)}
-    assert len(starts) > 3
-    (tmp_path / "none").mkdir()
-    with pytest.raises(FastKVError, match=r"a folder without .txt"):
-        ruler.generate("niah_single_2", by_words, 600, text=tmp_path / "none")
-    (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(FastKVError, match="files without words"):
-        ruler.generate("niah_single_2", by_words, 600, text=tmp_path / "empty.txt")
 
 
 @pytest.mark.parametrize(
@@ -318,19 +297,10 @@ def test_the_metric_by_hand(prediction, answers, share):
     assert string_match_all(prediction, answers) == share
 
 
-@pytest.mark.parametrize("answers", [(), "text", []])
-def test_what_is_no_list_of_answers_is_refused(answers):
-    with pytest.raises(FastKVError, match="at least one answer"):
-        string_match_all("text", answers)
-
-
 def test_a_grid_refuses(bundled):
     for arguments, message in (
         ({"task": "vt"}, "expected one of the tasks"),
         ({"lengths": (20,)}, "needs at least"),
-        ({"text": "folder"}, "expected a text at folder"),
-        ({"samples": 0}, "at least one length"),
-        ({"depths": ()}, "at least one length"),
     ):
         with pytest.raises(FastKVError, match=message):
             needles.grid(*bundled, **{"lengths": (200,), "depths": (0.5,), **arguments})
@@ -369,11 +339,11 @@ def test_grid_scores_what_the_model_wrote(bundled, monkeypatch):
 # As tasks of lm-evaluation-harness.
 
 
-def harness(include_path=(), **metadata):
+def harness(**metadata):
     """The harness's task manager with fastkv's tasks, without its own thousands."""
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=[TASK_FILES, *include_path], include_defaults=False, metadata=metadata)
+    return TaskManager(include_path=[TASK_FILES], include_defaults=False, metadata=metadata)
 
 
 def test_every_task_has_a_name_of_its_own():
@@ -399,7 +369,9 @@ def test_a_task_is_its_generator_and_its_metric(task, tokenizers):
         assert generation == {"until": [], "do_sample": False, "temperature": 0.0, "max_gen_toks": TOKENS[task]}
         assert count(text) + generation["max_gen_toks"] <= length
         for written in ("", sample.answers[0], f"They are {' and '.join(sample.answers)}."):
-            assert loaded.process_results(request.doc, [written]) == {"score": ruler.score(sample, written)}
+            assert loaded.process_results(request.doc, [written]) == {
+                "score": string_match_all(written, sample.answers)
+            }
 
 
 class Half:
@@ -449,25 +421,9 @@ def test_scores_of_a_group_and_of_several_lengths():
         ("vt", {"seed": -1}, "seed must be a whole number of at least 0"),
         ("vt", {"tokenizer": None}, "RULER needs a tokenizer"),
         ("vt", {"tokenizer": "no/such/folder"}, "cannot load a tokenizer from no/such/folder"),
-        ("niah_single_2", {"haystack": "no/such"}, "no/such"),
     ],
     ids=lambda value: value if isinstance(value, str) and "_" in value and " " not in value else "",
 )
 def test_tasks_refuse(task, metadata, message):
     with pytest.raises(FastKVError, match=message):
         harness(**{"tokenizer": by_words, **metadata}).load([f"fastkv_ruler_{task}"])
-
-
-def test_essays_can_come_from_a_folder_and_other_tasks_do_not_mind(tmp_path):
-    (tmp_path / "one.txt").write_text("Only this sentence is here.")
-    metadata = {"max_seq_lengths": 900, "num_samples": 1, "tokenizer": by_words, "haystack": str(tmp_path)}
-    loaded = harness(**metadata).load(["fastkv_ruler"])["tasks"]
-    for name, task in loaded.items():
-        essay = name.endswith(("single_2", "single_3", "multikey_1", "multivalue", "multiquery"))
-        assert ("Only this sentence is here." in task.task_docs[0]["prompt"]) == essay
-
-
-def test_a_tokenizer_that_cannot_read_the_words_is_told(bundled):
-    metadata = {"max_seq_lengths": 900, "num_samples": 1}
-    with pytest.warns(UserWarning, match=r"does not know \d\d% of the words of vt.*another model"):
-        harness(**metadata, tokenizer=bundled[1]).load(["fastkv_ruler_vt"])

@@ -251,13 +251,6 @@ def test_the_older_runner_makes_the_host_wait_once_a_step(crossings):
     assert on_device(crossings, made, [(0, 3, 8, 8, 1), (1, 5, 8, 8, 1)], named=False)[:2] == (["to host"], 1)
 
 
-def test_numbers_on_a_cpu_are_not_copied():
-    numbers = torch.tensor([3, 1])
-    assert batches.to_host(numbers) == [3, 1]
-    sent = batches.to_device([[3], [], [3, 1]], torch.device("cpu"))
-    assert [part.tolist() for part in sent] == [[3], [], [3, 1]]
-
-
 def test_a_captured_step_finds_its_rows_where_it_was_captured():
     """Padding is nobody's; behind a step that evicts and one with prompts, too. Single tokens never are prompts."""
     made = batcher(singles=True)

@@ -134,7 +134,7 @@ def traffic(pool, number, most, seed, groups=1, turns=300):
     return found
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("number, most", [(2, 1), (5, 1), (8, 4), (40, 12), (40, 39)])
 def test_pages_hold_what_their_keys_say(number, most, seed):
     """And all pages are free in the end."""
@@ -163,20 +163,6 @@ def test_the_least_recently_used_goes_first():
     assert read(prefixes, pool, contents, "a1x") == 2  # a1 is used, a1x takes the place of b1
     assert list(map("".join, prefixes.kept)) == ["c1", "a1", "a1x"]
     assert read(prefixes, pool, contents, "b1y") == 0
-
-
-def test_requests_take_pages_that_are_kept_the_least_recently_used_first():
-    pool, contents = Pool(5), {}
-    prefixes = Prefixes(pool, 4)
-    for text in ("a1", "b1", "c1"):
-        read(prefixes, pool, contents, text)
-    assert read(prefixes, pool, contents, "a1x") == 2
-    assert pool.get_num_free_blocks() == 4  # kept pages are free
-    assert list(map("".join, prefixes.kept)) == ["c1", "a1", "a1x"]  # b1 made room for the request, of which a1x stayed
-    taken = pool.get_new_blocks(2)
-    assert list(map("".join, prefixes.kept)) == ["a1", "a1x"]
-    pool.free_blocks(taken)
-    assert read(prefixes, pool, contents, "a1y") == 2
 
 
 def test_a_page_that_is_read_from_is_not_given_away_in_that_step():

@@ -57,7 +57,6 @@ def attended(model, cache, ids, **options):
 
 
 @pytest.mark.parametrize("static", [False, True])
-@torch.no_grad()
 def test_a_step_copies_no_keys(static):
     model = build("gemma3")
     ids, mask = prompt()

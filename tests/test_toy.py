@@ -7,7 +7,7 @@ import torch
 
 import fastkv
 
-from .toy import MODEL_DIR, TASKS, VOCABULARY, generate, make_questions, measure, policy_of, relative_error
+from .toy import MODEL_DIR, TASKS, VOCABULARY, generate, make_questions
 
 
 def test_it_is_small_and_documented():
@@ -36,56 +36,55 @@ def test_texts_have_their_length_and_hold_their_answers(task, bundled):
             assert len(numbers) >= 3 and " ".join(numbers[:3]) in sample.context
 
 
+def told(model, asked):
+    """Log-probabilities [N, A, V] with which the words of the answers are told one by one; and the cache."""
+    out = model(asked.prompts, logits_to_keep=1, use_cache=True)
+    cache, logits = out.past_key_values, [out.logits]
+    for word in asked.answers[:, :-1].split(1, dim=1):
+        logits.append(model(word, past_key_values=cache).logits)
+    return torch.cat(logits, 1).log_softmax(-1), cache
+
+
+def divergence(full, kept):
+    """KL in nats, mean over the words of the answers."""
+    return float((full.exp() * (full - kept)).sum(-1).mean())
+
+
+def right(logits, asked):
+    return int((logits.argmax(-1) == asked.answers).all(-1).sum())
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_the_full_cache_answers(task, bundled):
     model, tokenizer = bundled
-    right = measure(model, make_questions(tokenizer, task, 1024, 3, seed=10, each=4)).right
-    assert right.double().mean() >= 0.9
+    asked = make_questions(tokenizer, task, 512, 3, seed=10, each=3)
+    assert right(told(model, asked)[0], asked) >= 8
 
 
 def test_compressed_caches_answer_and_better_policies_answer_more(bundled):
     """A quarter of the tokens: KeyDiff and SnapKV answer nearly everything, random eviction nearly nothing."""
     model, tokenizer = bundled
-    asked = make_questions(tokenizer, "facts", 1024, samples=5, seed=10)
-    right = {}
-    errors = {}
-    full = measure(model, asked)
-    assert int(full.right.sum()) == 5
+    asked = make_questions(tokenizer, "facts", 1024, 5, seed=10)
+    full, found, errors = told(model, asked)[0], {}, {}
+    assert right(full, asked) == 5
     for policy in ("keydiff", "snapkv", "momentkv", "random"):
         for correction in ("none", "moments"):
             with fastkv.patched(model, policy, budget=256, correction=correction):
-                got = measure(model, asked)
-            right[policy] = int(got.right.sum())
-            errors[policy, correction] = relative_error(got.attention, full.attention)
-    assert right["keydiff"] >= 4 and right["snapkv"] >= 4
-    assert right["random"] <= 1 < right["momentkv"]
-    for policy in right:
+                logits, _ = told(model, asked)
+            found[policy], errors[policy, correction] = right(logits, asked), divergence(full, logits)
         assert errors[policy, "moments"] < errors[policy, "none"], "the moments know something of what was evicted"
-
-
-def test_generate_answers_a_question(bundled):
-    model, tokenizer = bundled
-    sample = generate("facts", 1024, seed=3)
-    inputs = tokenizer(f"{sample.context} {sample.questions[0]}", return_tensors="pt")
-    with fastkv.patched(model, budget=2048):
-        out = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-    answer = tokenizer.decode(out[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-    assert answer.startswith(sample.answers[0])
-    assert torch.isfinite(model(inputs.input_ids).logits).all()
+    assert found["keydiff"] >= 4 and found["snapkv"] >= 4
+    assert found["random"] <= 1 < found["momentkv"]
 
 
 def test_what_is_fitted_to_the_model_is_used(bundled):
-    """The map from keys to values, the quality curves and the head pattern beside the weights load and work."""
+    """The map from keys to values and the quality curves beside the weights load and work."""
     model, tokenizer = bundled
     asked = make_questions(tokenizer, "facts", 512, 4, seed=50)
-    full = measure(model, asked)
-    errors = {}
-    for correction in ("none", "vector", "vector+moments"):
+    for correction in ("vector", "vector+moments"):
         with fastkv.patched(model, "keydiff", fastkv.Budget(tokens=96, sinks=4, recent=16), correction=correction):
-            errors[correction] = relative_error(measure(model, asked).attention, full.attention)
-    assert errors["vector+moments"] < 0.8 * errors["vector"] < 0.8 * 0.95 * errors["none"]
+            logits, cache = told(model, asked)
+        assert right(logits, asked) == 4 and cache.layers[0].state.approx is not None
     with fastkv.patched(model, "keydiff", fastkv.Budget(quality=0.9)):
-        graded = measure(model, asked)
-    assert 36 < graded.kept < 512
-    with fastkv.patched(model, policy_of("duoattention"), 96):
-        assert measure(model, asked).kept == 96
+        kept = told(model, asked)[1].stored(0)
+    assert 36 < int(kept.min()) and int(kept.max()) < 512

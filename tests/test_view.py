@@ -21,10 +21,10 @@ from fastkv.cache.layout import Layout
 from fastkv.integrations.transformers import modules
 from fastkv.integrations.transformers.layer import FastKVLayer
 from fastkv.integrations.transformers.stock import CACHE
-from fastkv.lab import fidelity, view
+from fastkv.lab import common, fidelity, view
 from fastkv.lab.cli import main
 from fastkv.lab.equal_bytes import EVICT_EVERY, equal_bytes
-from fastkv.lab.view import FINE, LEVELS, RECENT, SINKS, TOP, Full, Reading, Trace, read_full, trace
+from fastkv.lab.view import FINE, LEVELS, TOP, Full, Reading, Trace, read_full, trace
 
 from .browser import Browser, find
 from .families import tiny
@@ -84,9 +84,15 @@ def array(data, cache, name):
 
 def plainly(bundled, cache):
     """The model patched as for that cache of the page."""
-    budget = equal_bytes(bundled[0].config, Budget(tokens=cache["budget"], sinks=SINKS, recent=RECENT), torch.float32)
-    settings = {"prefill_block": BLOCK, "evict_every": EVICT_EVERY, "slots": "model"}
-    return patched(bundled[0], cache["policy"], budget, **settings, backend=view.backend_of(cache["policy"]))
+    budget = equal_bytes(bundled[0].config, Budget(tokens=cache["budget"], **common.SHARES), torch.float32)
+    told = {
+        "policy": cache["policy"],
+        "budget": budget,
+        "prefill_block": BLOCK,
+        "evict_every": EVICT_EVERY,
+        "slots": "model",
+    }
+    return view.traceable(common.Cache(cache["policy"], cache["budget"], told)).of(bundled[0])
 
 
 def test_the_page_says_what_the_cache_holds(bundled, data, ids):
@@ -107,7 +113,9 @@ def test_the_page_says_what_the_cache_holds(bundled, data, ids):
         assert gone.max() == len(events) and events == sorted(set(events)) and events[-1] <= CONTEXT
         first = torch.tensor([0, *events])[gone.long()]  # nothing leaves before it was read, nor while it is recent
         tokens = torch.arange(CONTEXT)
-        assert ((first == 0) | (first - RECENT > tokens)).all() and (gone[..., :SINKS] == 0).all()
+        assert ((first == 0) | (first - common.SHARES["recent"] > tokens)).all() and (
+            gone[..., : common.SHARES["sinks"]] == 0
+        ).all()
 
 
 def test_centroids_are_those_of_the_cache(bundled, data, ids):
@@ -235,7 +243,7 @@ def long_page(bundled, tmp_path_factory):
     one = synthetic(num, 30, 3, 0)
     plain = replace(synthetic(num, 30, 3, 1), centroid=None)
     traces = [
-        (policy, tokens, one if policy == "fastkv" else plain, "centroids" if policy == "fastkv" else "none")
+        (common.Cache(policy, tokens, {}), *((one, "centroids") if policy == "fastkv" else (plain, "none")))
         for policy in policies
         for tokens in budgets
     ]
@@ -252,8 +260,8 @@ def test_a_page_of_a_long_text_is_small_and_holds_the_trace(long_page):
     path, traces = long_page
     assert path.stat().st_size <= 15e6
     data = data_of(path.read_text())
-    numbers = unpacked(data["numbers"], traces[0][2].gone.shape)
-    for cache, (_, _, made, _) in zip(data["caches"], traces):
+    numbers = unpacked(data["numbers"], traces[0][1].gone.shape)
+    for cache, (_, made, _) in zip(data["caches"], traces):
         for name, want in (("gone", made.gone), ("error", view.coded(made.error)), ("centroid", made.centroid)):
             assert (cache[name] is None) == (want is None)
             assert want is None or torch.equal(numbers[cache[name] // want.numel()], want.int()), name
@@ -277,7 +285,7 @@ def test_a_text_cannot_leave_its_place(tmp_path, capsys):
     assert "".join(data["tokens"]).replace("<bos>", "") == file.read_text().rstrip()
     assert data["answer"] == 0 and len(data["said"]) == 32 and data["text"] == "a.txt"
     (cache,) = data["caches"]
-    assert cache["kept"] == 40 and (array(data, cache, "gone")[..., -RECENT:] == 0).all()
+    assert cache["kept"] == 40 and (array(data, cache, "gone")[..., -common.SHARES["recent"] :] == 0).all()
 
 
 def test_pieces_are_the_text(bundled):

@@ -30,12 +30,10 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from fastkv import policies
 from fastkv.lab import ruler
 from fastkv.lab.fit_context import Sample
-from fastkv.lab.reading import cache_bytes, kept_tokens, record_attention
 
 NAMES_OF_THINGS = ("key_first", "key_second", "nouns", "plurals", "places", "adjectives", "times")
 KEY_FIRST, KEY_SECOND, NOUNS, PLURALS, PLACES, ADJECTIVES, TIMES = map(ruler.WORDS.get, NAMES_OF_THINGS)
@@ -44,7 +42,6 @@ ADVERBS, INTRANSITIVE, TRANSITIVE, PREPOSITIONS, PRONOUNS, CONJUNCTIONS = map(ru
 
 MODEL_DIR = Path(__file__).parent / "fixtures" / "model"
 MODEL = str(MODEL_DIR)  # on a command line
-PATTERN = MODEL_DIR / "full_attention_heads.tsv"  # which heads DuoAttention keeps whole
 
 TASKS: tuple[str, ...] = ("facts", "pairs", "hops")
 
@@ -215,11 +212,6 @@ def load(
     return cast(LlamaForCausalLM, model.eval()), cast(PreTrainedTokenizerFast, tokenizer)
 
 
-def policy_of(name: str) -> policies.Policy:
-    """The policy with its defaults; DuoAttention with the pattern of the toy."""
-    return policies.get(name, **({"pattern": str(PATTERN)} if name == "duoattention" else {}))
-
-
 def write(path: Path, texts: int, tokens: int = 512) -> str:
     """Write a file with so many texts of all tasks in turn, and return its path."""
     path.write_text("\n".join(told(TASKS[index % len(TASKS)], tokens, -1 - index) for index in range(texts)))
@@ -260,56 +252,28 @@ def calibration_text(tokenizer: PreTrainedTokenizerFast, length: int, seed: int)
 
 
 def placed(task: str, length: int, depth: float, seed: int) -> ruler.Sample:
-    """A text of `generate` with the asked fact (all its statements) moved to `depth`, 0 to 1.
+    """A text of `generate` with the asked fact moved to `depth`, 0 to 1.
 
-    It has the same words, exactly `length` tokens with the answer.
+    It has the same words, exactly `length` tokens with the answer. The task is facts, whose answer ends a sentence.
     """
     told = generate(task, length, seed)
     question, reply = told.questions[0], told.answers[0]
-    asked = _asked(question, reply)
+    asked = f"{question.partition('answer : ')[2]} {reply}"
     sentences = [f"{sentence} ." for sentence in told.context.removesuffix(" .").split(" . ")]
-    rest = [sentence for sentence in sentences if sentence not in asked]
-    context = " ".join(ruler.scatter(rest, asked, [depth] * len(asked)))
+    rest = [sentence for sentence in sentences if sentence != asked]
+    context = " ".join(ruler.scatter(rest, [asked], [depth]))
     prompt, tokens = f"{context} {question}", len(reply.split())
-    metadata = {"units": len(rest), "needles": tuple(asked), "depths": (depth,) * len(asked)}
+    metadata = {"units": len(rest), "needles": (asked,), "depths": (depth,)}
     return ruler.Sample(task, prompt, context, question, (reply.removesuffix(" ."),), tokens, metadata)
-
-
-def _asked(question: str, reply: str) -> list[str]:
-    """The sentences of the text that the answer repeats, in order; `pairs` leaves their first three words out."""
-    said = f"{question.partition('answer : ')[2]} {reply}".removesuffix(" .").split(" and ")
-    return [f"{one} ." if one.startswith("the ") else f"the code of {one} ." for one in said]
 
 
 @dataclass(frozen=True)
 class Questions:
-    """Equally long prompts of one task, prompts [N, P] and reference answers [N, A] as tokens.
+    """Equally long prompts [N, P] and reference answers [N, A] as tokens; the last `question` of a prompt ask."""
 
-    The last `question` tokens of each prompt are the question; `each` prompts in a row share the text before it.
-    """
-
-    task: str
     prompts: Tensor
     answers: Tensor
     question: int
-    each: int = 1
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a cache did to the N questions of a task.
-
-    Attributes:
-        right: [N] bool, whether greedy decoding gives the reference answer.
-        attention: [layers, N, A - 1, Hq * Dv], attention output of every layer for the words of the reference answer.
-        nbytes: bytes of the cache per sequence.
-        kept: tokens per KV head that stay, mean over layers; None for a stock cache.
-    """
-
-    right: Tensor
-    attention: Tensor
-    nbytes: int
-    kept: float | None
 
 
 def make_questions(
@@ -320,22 +284,4 @@ def make_questions(
     prompts = tokenizer([f"{one.context} {question}" for one in drawn for question in one.questions]).input_ids
     answers = tokenizer([answer for one in drawn for answer in one.answers], add_special_tokens=False).input_ids
     question = tokenizer(drawn[0].questions[0], add_special_tokens=False).input_ids
-    return Questions(task, torch.tensor(prompts), torch.tensor(answers), len(question), each)
-
-
-@torch.no_grad()
-def measure(model: PreTrainedModel, questions: Questions) -> Measured:
-    """Read the prompts, then decode the reference answers one word at a time. The model's own cache is used."""
-    out = model(questions.prompts, logits_to_keep=1, use_cache=True)
-    cache, logits = out.past_key_values, [out.logits[:, -1]]
-    with record_attention(model) as recorded:
-        for word in questions.answers[:, :-1].split(1, dim=1):
-            logits.append(model(word, past_key_values=cache).logits[:, -1])
-    right = (torch.stack(logits, 1).argmax(-1) == questions.answers).all(-1)
-    attention = torch.stack([torch.cat(steps, 1) for steps in recorded.values()])
-    return Measured(right, attention, cache_bytes(cache) // len(questions.prompts), kept_tokens(cache))
-
-
-def relative_error(attention: Tensor, full: Tensor) -> float:
-    """Mean of |o - o_full| / |o_full| over layers, sequences and tokens; both [layers, N, A - 1, Hq * Dv]."""
-    return ((attention - full).norm(dim=-1) / full.norm(dim=-1)).mean().item()
+    return Questions(torch.tensor(prompts), torch.tensor(answers), len(question))

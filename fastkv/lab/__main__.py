@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import sys
 
-from ..errors import FastKVError
-from .harness import TASK_FILES, advice, check_harness
+from ..errors import FastKVError, check_installed
+from .harness import ADVICE, NEEDS, TASK_FILES
 from .pretrained import first_line
 
 
 def main() -> int:
     """Run the harness on this process's command line. Returns the exit code: 2 if fastkv refused."""
     try:
-        check_harness()
+        check_installed(*NEEDS)
         run()
     except FastKVError as error:
         print(f"fastkv.lab: {error}", file=sys.stderr)
@@ -50,10 +50,7 @@ def run() -> None:
     try:
         harness.execute(options)
     except (ConnectionError, FileNotFoundError) as error:  # what `datasets` raises without a connection or a file
-        raise FastKVError(
-            f"something to read is missing ({first_line(error)}); if that is a dataset, "
-            f"{advice('the YAML file of the task', 'task')}"
-        ) from error
+        raise FastKVError(f"something to read is missing ({first_line(error)}); {ADVICE}") from error
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from .. import policies
 from ..api import patched
@@ -69,6 +67,11 @@ class Case:
     context: int
     batch: int
 
+    @property
+    def name(self) -> str:
+        """Of the cache."""
+        return self.policy if self.policy == FULL else f"{self.policy} {self.budget}"
+
 
 @contextmanager
 def contender(model: Any, policy: str | Policy, budget: int, settings: Settings) -> Iterator[Full]:
@@ -92,7 +95,6 @@ def free_bytes(device: torch.device) -> int:
 
 # The command.
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SMALL = "llama-small"  # what a CPU measures where nothing else is asked for
 DEFAULTS: dict[str, dict[str, tuple[int, ...]]] = {  # by device
     "cpu": {"contexts": (2048, 8192), "budgets": (512,)},
@@ -100,29 +102,6 @@ DEFAULTS: dict[str, dict[str, tuple[int, ...]]] = {  # by device
 }
 USABLE = 0.9  # of the memory that is free
 MIB, GIB = 2**20, 2**30
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastkv bench`."""
-    add, option = parser.add_argument, partial(common.option, parser)
-    add("--model", metavar="PATH", help=f"{common.MODEL} (default: random weights)")
-    known = ", ".join(SHAPES)
-    small = f"default: {SMALL} on a CPU, llama-3.1-8b on a GPU"
-    add("--shape", metavar="NAME", help=f"random weights in the shape of {known}, as many layers as fit ({small})")
-    for name, what in (("context", "tokens of a prompt"), ("budget", "tokens per KV head")):
-        cpu, gpu = (",".join(map(str, DEFAULTS[kind][f"{name}s"])) for kind in ("cpu", "cuda"))
-        what = f"{what} (default: {cpu} on a CPU, {gpu} on a GPU)"
-        add(f"--{name}s", f"--{name}", type=common.listed(int), metavar="N,...", help=what)
-    option("--batch", (1,), "sequences")
-    option("--policies --policy", ("fastkv", "momentkv", "keydiff"), "policies to compare", "NAME")
-    blocks = "tokens of a block in which compressed caches read a prompt, auto, or whole (default: auto)"
-    add("--prefill-block", default="auto", metavar="N", help=blocks)
-    add("--dtype", choices=tuple(DTYPES), help="of the weights (default: the checkpoint's; float32 on a CPU)")
-    add("--graphs", action="store_true", help="decode steps as CUDA graphs, of the full cache, too")
-    common.add_slots(parser)
-    option("--rounds", 3, "how often every cache is measured")
-    option("--minutes", 0.9, "stop after about so many minutes", "M")
-    option("--out", Path("fastkv-bench"), "directory to write to", "DIR")
 
 
 @dataclass(frozen=True)
@@ -159,23 +138,30 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     options = checked(options, device)
     with console.status("making the model"):
         model, name = load(options, device)
-    common.check_length("context and its answer", max(options.contexts) + options.settings.room, model, name)
-    cases = cases_of(options)
-    check(model, options)
+    bench = Bench(model, options, began)
+    common.check_length("context and its answer", max(options.contexts) + bench.settings.room, model, name)
+    for policy in options.policies:  # what a policy refuses is refused now and not after minutes
+        with contender(model, policy, options.budgets[0], bench.settings):
+            pass
     common.make_folder(options.out)
     weights = sum(weight.nbytes for weight in model.parameters())
-    console.print(f"{name} on {device_name(device)}: weights {weights / GIB:.2f} GiB, {str(model.dtype)[6:]}")
-    bench = Bench(model, options, began)
-    left = bench.run(cases, console)
-    rows = bench.rows(cases)
+    where = f"CPU, {torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    console.print(f"{name} on {where}: weights {weights / GIB:.2f} GiB, {str(model.dtype)[6:]}")
+    left = bench.run(console)
+    rows = bench.rows()
     console.print(table_of(rows))
     for case, why in bench.refused.items():
-        console.print(f"{label(case)}, {case.context} tokens, batch {case.batch}, was left out: {why}.")
-    console.print(explain(options))
+        console.print(f"{case.name}, {case.context} tokens, batch {case.batch}, was left out: {why}.")
+    block = {"auto": "blocks", None: "one piece"}.get(options.prefill_block, f"blocks of {options.prefill_block}")
+    console.print(
+        f"\nEach cache in turn, {options.rounds} rounds at most, {bench.settings.samples} samples of "
+        f"{bench.settings.period} tokens a round; compilation and warm-up are not timed.\n"
+        f"The full cache reads its prompt in one piece, the others in {block}.\n{common.legend(COLUMNS)}\n"
+    )
     if left:
         console.print(f"Time was over after {options.minutes:g} min: {left}; --minutes gives more.")
     chosen = ("contexts", "budgets", "batch", "policies", "prefill_block", "slots", "rounds", "minutes", "graphs")
-    record = {"versions": common.versions(), "model": name, "device": device_name(device), "dtype": str(model.dtype)}
+    record = {"versions": common.versions(), "model": name, "device": where, "dtype": str(model.dtype)}
     record |= {"weights": weights, "settings": {one: getattr(options, one) for one in chosen}}
     common.write_json(options.out / "bench.json", {**record, "rows": [asdict(row) for row in rows]})
     write_plot(rows, options.out / "bench.png", name)
@@ -184,48 +170,26 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
 
 
 def checked(options: argparse.Namespace, device: torch.device) -> argparse.Namespace:
-    """The options with all defaults, and `settings`. Raises FastKVError for what is wrong before a model is made."""
-    options = argparse.Namespace(**vars(options))
+    """The options with all defaults. Raises FastKVError for what is wrong before a model is made."""
+    given = {name: value for name, value in vars(options).items() if value is not None or name not in DEFAULTS["cpu"]}
+    options = argparse.Namespace(**{**DEFAULTS[device.type], **given})
     if options.model and options.shape:
         raise FastKVError(f"give --model or --shape, got {options.model} and {options.shape}")
-    for name, values in DEFAULTS[device.type].items():
-        if getattr(options, name) is None:
-            setattr(options, name, values)
-    for name in ("contexts", "budgets", "batch", "policies"):
-        common.check_some(name, getattr(options, name))
-    for name, least in (("contexts", 2), ("batch", 1)):
-        if min(getattr(options, name)) < least:
-            raise FastKVError(f"{name} must be at least {least}, got {min(getattr(options, name))}")
-    if options.rounds < 1 or not options.minutes > 0:
-        raise FastKVError(f"rounds and minutes must be positive, got {options.rounds} and {options.minutes:g}")
+    if options.graphs and device.type != "cuda":
+        raise FastKVError("--graphs needs a CUDA device, got none; leave it out")
     for policy in options.policies:
         policies.get(policy)
     for tokens in options.budgets:
         Budget(tokens=tokens)
-    if options.graphs and device.type != "cuda":
-        raise FastKVError("--graphs needs a CUDA device, got none; leave it out")
-    heads = "calibrated" if options.model else "uniform"
-    options.settings = Settings(
-        block_of(options.prefill_block), graphs=options.graphs, slots=options.slots, heads=heads
-    )
     return options
-
-
-def block_of(text: str) -> int | str | None:
-    """What --prefill-block says, as `fastkv.patch` takes it."""
-    if text in ("auto", "whole"):
-        return "auto" if text == "auto" else None
-    if not text.isdecimal() or int(text) < 1:
-        raise FastKVError(f"prefill-block must be auto, whole or a number of tokens, got {text!r}")
-    return int(text)
 
 
 def load(options: argparse.Namespace, device: torch.device) -> tuple[Any, str]:
     """The model, and what it is called. Raises FastKVError if there is none, or if it does not fit."""
     if options.model:
-        return common.load(options.model, str(device), DTYPES.get(options.dtype, "auto"))[0], options.model
+        return common.load(options.model, str(device), options.dtype or "auto")[0], options.model
     name = options.shape or (SMALL if device.type == "cpu" else "llama-3.1-8b")
-    dtype = DTYPES[options.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
+    dtype = getattr(torch, options.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     free = int(USABLE * free_bytes(device))
     shape = fitting(name, free, max(options.contexts) * max(options.batch), dtype)
     whole = SHAPES[name].layers
@@ -233,27 +197,6 @@ def load(options: argparse.Namespace, device: torch.device) -> tuple[Any, str]:
         "" if shape.layers == whole else f", {shape.layers} of {whole} layers, which is what fits {free / GIB:.1f} GiB"
     )
     return shape.build(device, dtype), f"{name}, random weights{cut}"
-
-
-def device_name(device: torch.device) -> str:
-    """In words."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads"
-
-
-def cases_of(options: argparse.Namespace) -> list[Case]:
-    """Every shape, the full cache first."""
-    caches = [(FULL, 0), *product(options.policies, options.budgets)]
-    shapes = product(options.contexts, options.batch)
-    return [Case(*cache, context, batch) for context, batch in shapes for cache in caches]
-
-
-def check(model: Any, options: argparse.Namespace) -> None:
-    """Raise FastKVError now and not after minutes if a policy refuses the model."""
-    for name in options.policies:
-        with contender(model, name, options.budgets[0], options.settings):
-            pass
 
 
 class Bench:
@@ -265,34 +208,36 @@ class Bench:
     """
 
     def __init__(self, model: Any, options: argparse.Namespace, began: float) -> None:
-        self.model, self.options, self.settings = model, options, options.settings
+        self.model, self.options = model, options
+        heads = "calibrated" if options.model else "uniform"
+        self.settings = Settings(options.prefill_block, graphs=options.graphs, slots=options.slots, heads=heads)
         self.end = began + 60 * options.minutes
         self.timed: dict[Case, list[Timed]] = {}
         self.warm: dict[Case, float] = {}
         self.refused: dict[Case, str] = {}
+        caches = [(FULL, 0), *product(options.policies, options.budgets)]
+        shapes = product(options.contexts, options.batch)
+        self.cases = [Case(*cache, context, batch) for context, batch in shapes for cache in caches]
         words = model.config.get_text_config(decoder=True).vocab_size
         most = max(options.batch), max(options.contexts)
-        generator = torch.Generator().manual_seed(0)
-        self.ids = torch.randint(3, words, most, generator=generator).to(model.device)
+        self.ids = torch.randint(3, words, most, generator=torch.Generator().manual_seed(0)).to(model.device)
 
-    def run(self, cases: list[Case], console: Console) -> str:
+    def run(self, console: Console) -> str:
         """All rounds, as far as there is time. Returns: what is left, in words."""
         took: dict[Case, float] = {}
-        turns = [(turn, case) for turn in range(self.options.rounds) for case in cases]
+        turns = [(turn, case) for turn in range(self.options.rounds) for case in self.cases]
         with common.progress(console) as progress:
             bar = progress.add_task("warming up", total=len(turns))
             for done, (turn, case) in enumerate(turns):
                 start = time.monotonic()
                 if start + took.get(case, 0) > self.end:
-                    left = len(turns) - done
-                    return f"{left} of {len(turns)} measurements are left"
+                    return f"{len(turns) - done} of {len(turns)} measurements are left"
                 where = f"{case.context} tokens, batch {case.batch}"
-                progress.update(bar, description=f"round {turn + 1}, {where}, {case.policy} {case.budget or ''}")
+                progress.update(bar, description=f"round {turn + 1}, {where}, {case.name}", completed=done)
                 if case not in self.refused:
                     self.take(case)
                     took[case] = time.monotonic() - start
-                progress.advance(bar)
-            progress.update(bar, description="done")
+            progress.update(bar, description="done", completed=len(turns))
         return ""
 
     def take(self, case: Case) -> None:
@@ -303,19 +248,16 @@ class Bench:
             return
         try:
             with contender(self.model, case.policy, case.budget, self.settings) as mine:
+                ids = self.ids[: case.batch, : case.context]
                 if case not in self.warm:
                     start = time.perf_counter()
-                    warm_up(mine, self.prompt(case)[:, : 2 * max(case.budget, 512)])
+                    warm_up(mine, ids[:, : 2 * max(case.budget, 512)])
                     self.warm[case] = time.perf_counter() - start
-                found = timed(mine, self.prompt(case), self.settings.samples, self.settings.period)
+                found = timed(mine, ids, self.settings.samples, self.settings.period)
                 self.timed.setdefault(case, []).append(found)
         except torch.OutOfMemoryError:
             self.refused[case] = "out of memory"
             torch.cuda.empty_cache()
-
-    def prompt(self, case: Case) -> Tensor:
-        """Its tokens [B, N]."""
-        return self.ids[: case.batch, : case.context]
 
     def too_large(self, case: Case) -> str:
         """Why a full cache is not even tried: a CPU that is out of memory ends the process."""
@@ -327,35 +269,32 @@ class Bench:
         free = free_bytes(self.model.device)
         return "" if need < free else f"needs {need / GIB:.1f} GiB, {free / GIB:.1f} are free"
 
-    def rows(self, cases: Sequence[Case]) -> list[Row]:
+    def rows(self) -> list[Row]:
         """One for every case."""
-        return list(self._rows(cases))
+        return list(map(self.row, self.cases))
 
-    def _rows(self, cases: Sequence[Case]) -> Iterator[Row]:
-        full = {(case.context, case.batch): steps_of(self.timed.get(case, [])) for case in cases if case.policy == FULL}
-        for case in cases:
-            timed = self.timed.get(case, [])
-            if not timed:
-                yield Row(case, 0, left_out=self.refused.get(case, "no time left"))
-                continue
-            firsts, steps = [one.first for one in timed], steps_of(timed)
-            step, beside = statistics.median(steps), full[case.context, case.batch]
-            peaks = [one.peak for one in timed if one.peak is not None]
-            tenths = statistics.quantiles(steps, n=10, method="inclusive")
-            yield Row(
-                case,
-                len(timed),
-                warm_up=self.warm[case],
-                first=statistics.median(firsts),
-                first_range=(min(firsts), max(firsts)),
-                step=step,
-                step_range=(tenths[1], tenths[7]),
-                tokens_per_second=1e3 * case.batch / step,
-                speedup=statistics.median(beside) / step if beside else None,
-                peak=max(peaks, default=None),
-                resident=timed[-1].resident,
-                kept=timed[-1].kept,
-            )
+    def row(self, case: Case) -> Row:
+        """Medians of a case."""
+        timed = self.timed.get(case, [])
+        if not timed:
+            return Row(case, 0, left_out=self.refused.get(case, "no time left"))
+        firsts, steps = [one.first for one in timed], steps_of(timed)
+        step, beside = statistics.median(steps), steps_of(self.timed.get(replace(case, policy=FULL, budget=0), []))
+        tenths = statistics.quantiles(steps, n=10, method="inclusive")
+        return Row(
+            case,
+            len(timed),
+            warm_up=self.warm[case],
+            first=statistics.median(firsts),
+            first_range=(min(firsts), max(firsts)),
+            step=step,
+            step_range=(tenths[1], tenths[7]),
+            tokens_per_second=1e3 * case.batch / step,
+            speedup=statistics.median(beside) / step if beside else None,
+            peak=max((one.peak for one in timed if one.peak is not None), default=None),
+            resident=timed[-1].resident,
+            kept=timed[-1].kept,
+        )
 
 
 def steps_of(timed: Sequence[Timed]) -> list[float]:
@@ -382,7 +321,7 @@ def table_of(rows: Sequence[Row]) -> Table:
         case = row.case
         if (before.case.context, before.case.batch) != (case.context, case.batch):
             table.add_section()
-        named = (label(case), str(case.context), str(case.batch))
+        named = (case.name, str(case.context), str(case.batch))
         if row.left_out:
             table.add_row(*named, *["-"] * len(COLUMNS))
             continue
@@ -391,23 +330,6 @@ def table_of(rows: Sequence[Row]) -> Table:
             numbers[name] = None if numbers[name] is None else numbers[name] / MIB
         table.add_row(*named, *common.cells(numbers, COLUMNS))
     return table
-
-
-def label(case: Case) -> str:
-    """A cache, in a word."""
-    return case.policy if case.policy == FULL else f"{case.policy} {case.budget}"
-
-
-def explain(options: argparse.Namespace) -> str:
-    """What the columns are."""
-    settings = options.settings
-    block = {"auto": "blocks", None: "one piece"}.get(settings.block, f"blocks of {settings.block}")
-    return f"""
-Each cache in turn, {options.rounds} rounds at most, {settings.samples} samples of {settings.period} tokens a round; \
-compilation and warm-up are not timed.
-The full cache reads its prompt in one piece, the others in {block}.
-{common.legend(COLUMNS)}
-"""
 
 
 METRICS = (
@@ -420,20 +342,21 @@ METRICS = (
 def write_plot(rows: Sequence[Row], path: Path, title: str) -> None:
     """Write a PNG: time to the first token, time per token and peak memory over the context, a row for each batch."""
     batches = list(dict.fromkeys(row.case.batch for row in rows))
-    labels = list(dict.fromkeys(label(row.case) for row in rows))
+    labels = list(dict.fromkeys(row.case.name for row in rows))
     contexts = sorted({row.case.context for row in rows})
     figure = common.figure(13, 3.6 * len(batches) + 0.9)
     axes = figure.subplots(len(batches), len(METRICS), squeeze=False)
     for panels, batch in zip(axes, batches):
         for axis, (metric, name, unit) in zip(panels, METRICS):
             for index, one in enumerate(labels):
-                mine = [row for row in rows if (label(row.case), row.case.batch) == (one, batch)]
-                points = {row.case.context: getattr(row, metric) for row in mine}
-                known = {x: y / unit for x, y in points.items() if y is not None}
+                mine = [row for row in rows if (row.case.name, row.case.batch) == (one, batch)]
+                known = {
+                    row.case.context: getattr(row, metric) / unit for row in mine if getattr(row, metric) is not None
+                }
                 style = {**common.DASHED, "marker": "o"} if one == FULL else common.style(index - 1)
                 axis.plot(known.keys(), known.values(), label=one, **style)
-            common.ticks(axis, contexts, base=2)
-            common.from_zero(axis)
-            axis.set_xlabel("context, tokens")
-            common.finish(axis, f"{name}, batch {batch}")
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(contexts, contexts)
+            axis.set_xticks([], minor=True)
+            common.finish(axis, f"{name}, batch {batch}", "context, tokens", zero=True)
     common.save(figure, path, title, legend_of=axes[0][0], columns=6)

@@ -18,7 +18,6 @@ from rich.console import Console
 from transformers import TextStreamer
 
 from ..api import patch
-from ..config import BUDGET, POLICY
 from ..errors import FastKVError
 from ..integrations.transformers.cache import FastKVCache
 from ..integrations.transformers.layer import FastKVLayer
@@ -31,16 +30,6 @@ HELP = """/stats        tokens seen and kept, bytes
 /load FILE    go on with one that was saved with the same settings
 /reset        forget everything
 /quit         end, as Ctrl-D; Ctrl-C ends an answer"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastkv chat`."""
-    option = partial(common.option, parser)
-    option("--model", common.pretrained.SMOLLM2, common.MODEL, "PATH")
-    option("--policy", POLICY, "policy", "NAME")
-    option("--budget", str(BUDGET), "tokens per KV head, or bytes=N")
-    option("--words", 256, "tokens of an answer, at most")
-    option("--load", "", "conversation to continue", "FILE")
 
 
 class Conversation:
@@ -151,8 +140,6 @@ def turn(tokenizer: Any, said: str, first: bool, ended: bool) -> str:
 def run(options: argparse.Namespace, console: Console | None = None) -> None:
     """Talk until the input ends."""
     console = console or Console(highlight=False)
-    if options.words < 1:
-        raise FastKVError(f"words must be at least 1, got {options.words}")
     model, tokenizer = common.load(options.model)
     patch(model, options.policy, common.to_budget(options.budget), prefill_block="auto")
     conversation = Conversation(model, tokenizer, options.words)
@@ -167,12 +154,10 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
             return
         if said == "/quit":
             return
-        if not said:
-            continue
         try:
             if said.startswith("/"):
                 console.print(commanded(conversation, said), markup=False)
-            else:
+            elif said:
                 conversation.answer(said, TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
         except FastKVError as error:  # the conversation goes on
             console.print(str(error), markup=False)
@@ -180,17 +165,21 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
 
 def commanded(conversation: Conversation, words: str) -> str:
     """Do what a line that begins with / says; what there is to print about it."""
-    name, _, rest = words.partition(" ")
-    if name == "/stats":
-        return conversation.stats()
-    if name == "/reset":
-        conversation.reset()
-        return "forgotten"
-    if name in ("/save", "/load"):
-        if not rest.strip():
+    name, _, file = map(str.strip, words.partition(" "))
+    match name:
+        case "/stats":
+            return conversation.stats()
+        case "/reset":
+            conversation.reset()
+            return "forgotten"
+        case "/save" | "/load" if not file:
             raise FastKVError(f"{name} needs a file; for example {name} chat.fastkv")
-        (conversation.save if name == "/save" else conversation.load)(rest.strip())
-        return f"{'written' if name == '/save' else 'read'}: {rest.strip()}"
-    if name == "/help":
-        return HELP
+        case "/save":
+            conversation.save(file)
+            return f"written: {file}"
+        case "/load":
+            conversation.load(file)
+            return f"read: {file}"
+        case "/help":
+            return HELP
     raise FastKVError(f"there is no command {name}; /help lists them")

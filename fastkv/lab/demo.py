@@ -11,8 +11,7 @@ import argparse
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from .. import FastKVError, patch, patched
 from ..config import POLICY
-from ..integrations.transformers import modules
 from ..integrations.transformers.stock import CACHE
 from ..prefix import answers
 from . import common, facts
@@ -42,7 +40,6 @@ TRIED = 120  # questions from which those of the document were chosen
 WORDS = 20  # tokens of an answer, at most
 QUICK = 1024  # tokens that a shorter run reads
 SUFFIXES = (".png", ".svg")
-FONT = 10
 
 
 @dataclass(frozen=True)
@@ -123,58 +120,35 @@ def plain(text: str) -> str:
     return " ".join(re.findall(r"\w+(?:\.\d+)?", text.lower().replace(",", "")))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastkv demo`."""
-    add, option = parser.add_argument, partial(common.option, parser)
-    option("--model", common.pretrained.SMOLLM2, common.MODEL, "PATH")
-    sources = f"{', '.join(facts.SOURCES)} of Python, or a file in UTF-8, with --ask (default: {TITLE})"
-    add("--text", default="", metavar="FILE", help=sources)
-    asks = "a question and what its answer must contain, instead of the questions of the demo; may be repeated"
-    add("--ask", nargs=2, action="append", default=[], metavar=("QUESTION", "ANSWER"), help=asks)
-    option("--context", 6400, "tokens that are read, at most")
-    option("--budgets", ("4x", "8x", "16x"), "budgets of the smaller caches, as in fastkv.patch", "SIZE")
-    option("--picture", Path("fastkv-demo.png"), "picture to write, PNG or SVG", "FILE")
-    add("--quick", action="store_true", help=f"a shorter run: {QUICK} tokens, the first smaller cache")
-
-
-def settings_of(options: argparse.Namespace) -> argparse.Namespace:
-    """The options, with less of them in a shorter run. Raises FastKVError for what cannot be used."""
-    chosen = argparse.Namespace(**vars(options))
-    if chosen.context < common.SHORTEST:
-        raise FastKVError(f"context must be at least {common.SHORTEST}, got {chosen.context}")
-    common.check_some("budgets", chosen.budgets)
-    for budget in chosen.budgets:
+def check(options: argparse.Namespace) -> None:
+    """Raise FastKVError for what cannot be used before a model is loaded."""
+    for budget in options.budgets:
         common.to_budget(budget)
-    if chosen.quick:
-        chosen.context, chosen.budgets = min(chosen.context, QUICK), chosen.budgets[:1]
-    if chosen.text and not chosen.ask:
+    if options.text and not options.ask:
         raise FastKVError(
-            f"the demo has no questions about {chosen.text}, expected --ask QUESTION ANSWER, got none; or leave "
+            f"the demo has no questions about {options.text}, expected --ask QUESTION ANSWER, got none; or leave "
             "--text out"
         )
-    for question, answer in chosen.ask:
+    for question, answer in options.ask:
         if not plain(answer):
             raise FastKVError(f"an answer must have a word in it, got {answer!r} for {question!r}")
-    if chosen.picture.suffix not in SUFFIXES:
-        raise FastKVError(f"picture must end with {' or '.join(SUFFIXES)}, got {chosen.picture}")
-    return chosen
+    if options.picture.suffix not in SUFFIXES:
+        raise FastKVError(f"picture must end with {' or '.join(SUFFIXES)}, got {options.picture}")
 
 
-def task_of(tokenizer: Any, settings: argparse.Namespace) -> Task:
+def task_of(tokenizer: Any, options: argparse.Namespace) -> Task:
     """The document and its questions. Raises FastKVError if it is too short, or has no answer in what is read."""
-    name = settings.text or TITLE
-    text = tokenizer(facts.read(settings.text or str(DOCUMENT)), add_special_tokens=False, verbose=False)["input_ids"]
+    name = options.text or TITLE
+    text = tokenizer(facts.read(options.text or str(DOCUMENT)), add_special_tokens=False, verbose=False)["input_ids"]
     head, _ = facts.around(tokenizer, "")
-    room = min(settings.context - len(head), len(text) - facts.GOES_ON)
-    least = common.SHORTEST + facts.GOES_ON
-    if len(text) < least or room < 1:
-        raise FastKVError(f"{name} has {len(text)} tokens, expected {least} or more; give a longer text")
-    own = [Question(*pair) for pair in settings.ask] or QUESTIONS
+    room = min(options.context - len(head), len(text) - facts.GOES_ON)
+    facts.check_tokens(name, len(text), common.SHORTEST + facts.GOES_ON)
+    own = [Question(*pair) for pair in options.ask] or QUESTIONS
     seen = tokenizer.decode(text[:room])
     questions = [one for one in own if one.fact in seen]
     if not questions:
         raise FastKVError(
-            f"none of the questions is about the first {settings.context} tokens of {name}; give a larger --context "
+            f"none of the questions is about the first {options.context} tokens of {name}; give a larger --context "
             "or --ask"
         )
     asked = [facts.around(tokenizer, f"{one.text} Answer in a few words.")[1] for one in questions]
@@ -184,38 +158,36 @@ def task_of(tokenizer: Any, settings: argparse.Namespace) -> Task:
 
 def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
     """Read, ask every cache, show the answers as they are written, and draw the picture."""
-    started, console, settings = time.perf_counter(), console or common.console_of(), settings_of(options)
-    model, tokenizer = common.load(settings.model)
-    task = task_of(tokenizer, settings)
+    started, console = time.perf_counter(), console or common.console_of()
+    check(options)
+    budgets = options.budgets
+    if options.quick:
+        options, budgets = argparse.Namespace(**{**vars(options), "context": min(options.context, QUICK)}), budgets[:1]
+    model, tokenizer = common.load(options.model)
+    task = task_of(tokenizer, options)
     longest = task.ids.shape[1] + max(task.goes_on.shape[1], *(len(one) + WORDS for one in task.asked))
-    common.check_length("document and question", longest, model, settings.model)
-    for budget in settings.budgets:  # what cannot be used is refused before anything slow
+    common.check_length("document and question", longest, model, options.model)
+    for budget in budgets:  # what cannot be used is refused before anything slow
         with patched(model, POLICY, common.to_budget(budget)):
             common.check_first(budget, model, None)
-    common.make_folder(settings.picture.parent)
-    tell(model, task, settings, console)
-    rows = compared(model, tokenizer, task, settings.budgets, console)
-    if not console.is_terminal:
-        console.line()  # rich ends a live table with a new line on terminals alone
-    console.print(f"\n{sentence(rows)}", soft_wrap=True)
-    write_picture(rows, settings.picture, f"{Path(settings.model).name}, {task.ids.shape[1]} tokens of {task.name}")
-    console.print(f"{settings.picture} written; {time.perf_counter() - started:.0f} s in all", soft_wrap=True)
-    return rows
-
-
-def tell(model: Any, task: Task, settings: argparse.Namespace, console: Console) -> None:
-    """What is read, how the questions were chosen, and what sizes mean."""
-    dtype = str(model.dtype).removeprefix("torch.")
+    common.make_folder(options.picture.parent)
     chosen = (
         f"They are of {TRIED} that were tried with SmolLM2 before any smaller cache was asked: its full cache answers "
         "them, and without the document it does not. "
     )
     console.print(
-        f"{settings.model} reads {task.ids.shape[1]} tokens of {task.name}. Then come the questions, each to a copy of "
-        f"a cache that was made before. {'' if settings.ask else chosen}The full "
-        f"cache is in {dtype}; sizes as 4x are of one in 16 bits.\n",
+        f"{options.model} reads {task.ids.shape[1]} tokens of {task.name}. Then come the questions, each to a copy of "
+        f"a cache that was made before. {'' if options.ask else chosen}The full cache is in {str(model.dtype)[6:]}; "
+        "sizes as 4x are of one in 16 bits.\n",
         markup=False,
     )
+    rows = compared(model, tokenizer, task, budgets, console)
+    if not console.is_terminal:
+        console.line()  # rich ends a live table with a new line on terminals alone
+    console.print(f"\n{sentence(rows)}", soft_wrap=True)
+    write_picture(rows, options.picture, f"{Path(options.model).name}, {task.ids.shape[1]} tokens of {task.name}")
+    console.print(f"{options.picture} written; {time.perf_counter() - started:.0f} s in all", soft_wrap=True)
+    return rows
 
 
 def sentence(rows: Sequence[Row]) -> str:
@@ -238,7 +210,7 @@ def compared(model: Any, tokenizer: Any, task: Task, budgets: tuple[str, ...], c
     console.print(f"Without the document the model answers {sum(without.right)} of {len(task.questions)}.\n")
     start = time.perf_counter()
     reading = None
-    with progress_of(model, console):
+    with console.status("reading"):
         try:
             reading = Reading.of(model, task.ids.to(model.device))
             cache: Any = reading.full()
@@ -254,7 +226,11 @@ def compared(model: Any, tokenizer: Any, task: Task, budgets: tuple[str, ...], c
         for budget in ("", *budgets):
             if budget:
                 start = time.perf_counter()
-                cache = smaller(model, reading, budget, task.ids)
+                size = common.to_budget(budget)
+                if reading is not None:
+                    cache = reading.compressed(POLICY, size)
+                else:
+                    cache = read(patch(model, POLICY, size), task.ids)
                 rows.append(Row(budget, cache_bytes(cache), time.perf_counter() - start))
             answer(model, tokenizer, cache, task, rows[-1], show)
             logits = model(task.goes_on.to(model.device), **{CACHE: cache}).logits[0].double().log_softmax(-1)
@@ -262,26 +238,6 @@ def compared(model: Any, tokenizer: Any, task: Task, budgets: tuple[str, ...], c
             rows[-1].kl = (full.exp() * (full - logits)).sum(-1).mean().item()
             show()
     return rows
-
-
-@contextmanager
-def progress_of(model: Any, console: Console) -> Iterator[None]:
-    """A bar that counts the attention layers of a forward as they are done."""
-    layers = modules.attentions(model)
-    with common.progress(console) as bar, ExitStack() as hooks:
-        reading = bar.add_task("reading, layers", total=len(layers))
-        for layer in layers.values():
-            hook = layer.register_forward_hook(lambda *_: bar.advance(reading))
-            hooks.callback(hook.remove)
-        yield
-
-
-def smaller(model: Any, reading: Reading | None, budget: str, ids: Tensor) -> Any:
-    """A compressed cache of the document, whose tokens are [1, N]; the model is then patched for it."""
-    size = common.to_budget(budget)
-    if reading is not None:
-        return reading.compressed(POLICY, size)
-    return read(patch(model, POLICY, size), ids)
 
 
 def answer(
@@ -318,8 +274,8 @@ def table_of(rows: Sequence[Row], task: Task) -> Table:
         "right": lambda row: f"{sum(row.right)} of {len(task.questions)}",
         "cache, MiB": lambda row: f"{row.nbytes / 2**20:.1f}",
         "read or compressed in, s": lambda row: f"{row.made:.1f}",
-        "answered in, s": lambda row: f"{row.answering:.1f}" if row.answering is not None else "",
-        f"KL of the next {facts.GOES_ON} tokens, nats": lambda row: f"{row.kl:.4f}" if row.kl is not None else "",
+        "answered in, s": lambda row: "" if row.answering is None else f"{row.answering:.1f}",
+        f"KL of the next {facts.GOES_ON} tokens, nats": lambda row: "" if row.kl is None else f"{row.kl:.4f}",
     }
     for name, number in numbers.items():
         table.add_row(name, *map(number, rows))
@@ -328,52 +284,31 @@ def table_of(rows: Sequence[Row], task: Task) -> Table:
 
 def cell(row: Row, place: int) -> Text:
     """What was written after the question of that number, so far, and a mark once it is known to be right or wrong."""
-    if place >= len(row.answers):
-        return Text()
-    said = Text(" ".join(row.answers[place].split()))
-    if place >= len(row.right):
-        return said
-    return Text("✓ ", style="green") + said if row.right[place] else Text("✗ ", style="red") + said
+    said = Text(" ".join(" ".join(row.answers[place : place + 1]).split()))
+    marks = [("✓ ", "green") if right else ("✗ ", "red") for right in row.right[place : place + 1]]
+    return Text.assemble(*marks, said)
 
 
 def write_picture(rows: Sequence[Row], path: Path, title: str) -> None:
     """Write right answers, and KL of the text that goes on, over bytes; the first row is the full cache."""
-    full, compressed = rows[0], sorted(rows[1:], key=lambda row: row.nbytes)
+    full, *smaller = rows
+    smaller.sort(key=lambda row: row.nbytes)
     figure = common.figure(10, 4.2)
     answers, goes_on = figure.subplots(1, 2)
-    draw(answers, compressed, lambda row: sum(row.right), (7, -13))
-    answers.axhline(sum(full.right), **common.DASHED)
-    answers.annotate(
-        f"full cache, {full.nbytes / 2**20:.0f} MiB",
-        (1, sum(full.right)),
-        (0, 4),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        color=common.DASHED["color"],
-        fontsize=FONT,
-        horizontalalignment="right",
+    panels: tuple[tuple[Any, str, Callable[[Row], Any], int], ...] = (
+        (answers, f"right answers of {len(full.right)}", lambda row: sum(row.right), -13),
+        (goes_on, "KL of the text that goes on, nats a token", lambda row: row.kl, 5),
     )
+    for axis, what, value, above in panels:
+        points = [(row.nbytes / 2**20, value(row)) for row in smaller]
+        axis.plot(*zip(*points), **common.style(0))
+        for row, point in zip(smaller, points):  # names beside the points, off the line
+            axis.annotate(row.budget, point, (7, above), textcoords="offset points", color=common.COLOURS[0])
+        axis.set_xlim(0, 1.1 * points[-1][0])
+        common.finish(axis, what, "cache, MiB")
+    answers.axhline(sum(full.right), label=f"full cache, {full.nbytes / 2**20:.0f} MiB", **common.DASHED)
     answers.set_ylim(-0.6, len(full.right) + 0.6)
     answers.yaxis.get_major_locator().set_params(integer=True)
-    draw(goes_on, compressed, lambda row: row.kl, (7, 5))
-    goes_on.set_ylim(0, 1.15 * max(row.kl or 0 for row in compressed) or 1)
-    for axis, what in (
-        (answers, f"right answers of {len(full.right)}"),
-        (goes_on, "KL of the text that goes on, nats a token"),
-    ):
-        axis.set_title(what, loc="left", fontsize=FONT, pad=12)
-        axis.set_xlabel("cache, MiB")
-        axis.set_xlim(0, 1.1 * compressed[-1].nbytes / 2**20)
-        common.finish(axis)
+    answers.legend(frameon=False, loc="lower right")
+    goes_on.set_ylim(0, 1.15 * max(row.kl or 0 for row in smaller) or 1)
     common.save(figure, path, title)
-
-
-def draw(axis: Any, rows: Sequence[Row], value: Callable[[Row], float | None], label: tuple[int, int]) -> None:
-    """Draw a number of the rows over their bytes, each point with the name of its budget.
-
-    Args: label: where the names stand, in points right of and above their points; off the line.
-    """
-    x, y = [row.nbytes / 2**20 for row in rows], [value(row) for row in rows]
-    axis.plot(x, y, **common.style(0))
-    for row, *place in zip(rows, x, y):
-        axis.annotate(row.budget, place, label, textcoords="offset points", color=common.COLOURS[0], fontsize=FONT)

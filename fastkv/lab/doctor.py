@@ -11,22 +11,21 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from torch.nn import Module
 
-from .. import __version__, policies
+from .. import __version__
 from ..backend import MODULES, flash_attention, why_not
 from ..budget import Budget
 from ..cache.workspace import CacheWorkspace
 from ..calibration.files import kv_shapes
 from ..calibration.head_shares import HEADS_FILE
-from ..config import BUDGET, POLICY, Config
+from ..config import Config
 from ..cpu import compiled
 from ..errors import FastKVError, not_installed
 from ..integrations.transformers import TESTED, check, modules, stock
 from ..integrations.transformers.cache import build_layers
 from ..integrations.transformers.layer import FastKVLayer
-from .pretrained import place
+from .pretrained import first_line, place
 
 Lines = dict[str, str]
 # Packages of flash-attn by version: their distribution, how to get it, and the oldest generation of NVIDIA's GPUs.
@@ -38,18 +37,6 @@ FLASH = {
 HUB = "kernels"  # the distribution that loads kernels of the hub
 MISSING = "not installed"
 UNTESTED = "not tested: compared with the stock model when it is patched"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
-    parser.add_argument("--model", metavar="PATH", help="smollm2, a directory or a .gguf file; only the config is read")
-    parser.add_argument("--context", type=int, default=32768, metavar="N", help="tokens of a sequence (32768)")
-    said = f"tokens kept per KV head, or how many times smaller, as 16x ({BUDGET})"
-    parser.add_argument("--budget", default=str(BUDGET), metavar="SIZE", help=said)
-    parser.add_argument(
-        "--slots", default="auto", help="how keys and values are stored: auto, model, int8, fp8, int4 or k8v4 (auto)"
-    )
-    parser.add_argument("--policy", default=POLICY, help=f"one of {', '.join(policies.names())} ({POLICY})")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -127,8 +114,6 @@ def commands() -> Lines:
 
 def checkpoint(options: argparse.Namespace) -> dict[str, Lines]:
     """What would become of a checkpoint. Raises FastKVError if there is none that transformers knows."""
-    if options.context < 1:
-        raise FastKVError(f"--context must be a whole number of at least 1 token, got {options.context}")
     budget = Budget.of(int(options.budget) if options.budget.isdecimal() else options.budget)
     config = Config.make(options.policy, budget, None, 16, "auto", "auto", None, options.slots)
     made = without_weights(options.model, None)
@@ -136,28 +121,33 @@ def checkpoint(options: argparse.Namespace) -> dict[str, Lines]:
     text = known.get_text_config(decoder=True)
     model = {"class": type(made).__name__, "type": known.model_type}
     dtype = getattr(text, "dtype", None) or getattr(known, "dtype", None) or torch.bfloat16
-    try:
-        found = survey(made, config, options.context, dtype)
-    except FastKVError as error:
-        model["refused"] = str(error)
-        if known._attn_implementation == "eager":
-            return {"model": model}
+    for attention in (None, "eager"):
         try:
-            found = survey(without_weights(options.model, "eager"), config, options.context, dtype)
-        except FastKVError:
-            return {"model": model}
+            bare = made if attention is None else without_weights(options.model, attention)
+            found = survey(bare, config, options.context, dtype)
+            break
+        except FastKVError as error:
+            model.setdefault("refused", str(error))
+    else:
+        return {"model": model}
+    if attention is not None:
         model["below"] = "with attn_implementation='eager'"
     model["tested"] = TESTED.get(known.model_type, UNTESTED)
-    size = f"{budget.tokens} tokens per KV head" if budget.tokens else f"budget {options.budget}"
-    kept = f"{config.policy.name}, {size}"
     beside = Path(options.model) / HEADS_FILE
     model["heads"] = f"calibrated, {beside}" if beside.is_file() else "calibrated when it is first patched"
-    name = str(dtype).removeprefix("torch.")
-    return {
-        "model": model,
-        "layers": layers_of(found),
-        f"memory of a sequence of {options.context} tokens in {name}": memory(found, kept),
+    layers = {"compressed": f"all {found.layers}"}
+    if found.left:
+        names = ", ".join(map(str, found.compressed))
+        layers["compressed"] = f"{len(found.compressed)} of {found.layers}: {names}"
+        layers["left to transformers"] = found.left
+    size = f"{budget.tokens} tokens per KV head" if budget.tokens else f"budget {options.budget}"
+    share = f"{found.before / found.after:.1f} times less" if found.after < found.before else "no less"
+    memory = {
+        "stock cache": f"{found.before / 2**20:.1f} MiB",
+        "fastkv": f"{found.after / 2**20:.1f} MiB, {share} ({config.policy.name}, {size})",
     }
+    title = f"memory of a sequence of {options.context} tokens in {str(dtype).removeprefix('torch.')}"
+    return {"model": model, "layers": layers, title: memory}
 
 
 def without_weights(path: str, attention: str | None) -> Any:
@@ -172,25 +162,9 @@ def without_weights(path: str, attention: str | None) -> Any:
     except FastKVError:
         raise
     except (ImportError, OSError, ValueError) as error:
-        what = str(error).strip().partition("\n")[0]
-        raise FastKVError(f"cannot read the config of {path} ({what}); give a directory with a config.json") from error
-
-
-def layers_of(found: Survey) -> Lines:
-    """Which are compressed."""
-    if not found.left:
-        return {"compressed": f"all {found.layers}"}
-    names = ", ".join(map(str, found.compressed))
-    return {"compressed": f"{len(found.compressed)} of {found.layers}: {names}", "left to transformers": found.left}
-
-
-def memory(found: Survey, kept: str) -> Lines:
-    """Bytes, and what they are."""
-    share = f"{found.before / found.after:.1f} times less" if found.after < found.before else "no less"
-    return {
-        "stock cache": f"{found.before / 2**20:.1f} MiB",
-        "fastkv": f"{found.after / 2**20:.1f} MiB, {share} ({kept})",
-    }
+        raise FastKVError(
+            f"cannot read the config of {path} ({first_line(error)}); give a directory with a config.json"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -235,12 +209,8 @@ def survey(model: Module, config: Config, context: int, dtype: torch.dtype) -> S
         seen = context if window is None else min(context, window - 1)  # the newest token is not among its past
         full = (keys.nbytes + values.nbytes) * seen
         before += full
-        after += full if window is not None else _spent(layer, keys, values, size.groups, context)
+        if window is None:
+            layer.cache.allocate(shapes[index][0] * size.groups, keys, values, context)
+        after += full if window is not None else layer.cache.nbytes()
     left = [layer for layer in layers if not isinstance(layer, FastKVLayer)]
     return Survey(found, len(layers), stock.census(left) if left else "", before, after)
-
-
-def _spent(layer: FastKVLayer, keys: Tensor, values: Tensor, groups: int, context: int) -> int:
-    """Bytes per sequence of a compressed layer for the shape of keys and values [1, Hkv, 1, D]."""
-    layer.cache.allocate(keys.shape[1] * groups, keys, values, context)
-    return layer.cache.nbytes()

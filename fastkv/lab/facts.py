@@ -15,12 +15,15 @@ Real texts that come with every Python, each as its version has them: `topics`, 
 from __future__ import annotations
 
 import ast
-import gzip
 import json
 import random
+import sys
 import sysconfig
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import starmap
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -28,69 +31,78 @@ from typing import Any
 from ..errors import FastKVError
 
 SOURCES = ("topics", "library", "code")
+SUFFIXES = (".txt", ".md")
+PIECE = 1 << 20  # characters read at a time, so that a large file is read only as far as it is needed
 LEFT_OUT = ("test", "tests", "idlelib", "lib2to3", "site-packages", "ensurepip", "pydoc_data", "encodings")
 SHORTEST = 200  # characters of a docstring that is more than a label
 
 
-@cache
-def read(source: str) -> str:
-    """The whole text of a source: one of `SOURCES`, or the path of a text file.
+def documents(source: str) -> Iterator[str]:
+    """A text of `SOURCES`, of a file, of the .txt and .md files of a folder by path, or of standard input ("-").
 
-    Raises: FastKVError if it is neither, or not UTF-8.
+    In pieces that end with a line, as far as lines are shorter than a piece.
+    Raises: FastKVError if there is none, or if it is not UTF-8.
     """
     if source == "topics":
-        return "\n\n".join(topics[name].strip() for name in sorted(topics))
-    if source == "library":
-        return "\n\n".join(found for file in _modules() for found in _docstrings(file))
-    if source == "code":
-        return "\n\n".join(_without_docstrings(file) for file in _modules())
-    path = Path(source)
-    if not path.is_file():
-        raise FastKVError(f"a text is one of {', '.join(SOURCES)} or a file, got {source!r}; check the path")
-    try:
-        raw = path.read_bytes()
-        return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
-        raise FastKVError(f"{source} is not UTF-8 text ({error}); convert it first") from None
+        texts: Iterable[str] = (topics[name].strip() for name in sorted(topics))
+    elif source == "library":
+        texts = (text for _, tree in _modules() for text in _docstrings(tree))
+    elif source == "code":
+        texts = starmap(_without_docstrings, _modules())
+    if source in SOURCES:
+        yield "\n\n".join(texts)
+        return
+    path, typed = Path(source), source == "-"
+    inside = (one for one in path.rglob("*") if one.suffix in SUFFIXES and one.is_file())
+    files = [path] if typed or path.is_file() else sorted(inside)
+    if not files:
+        what = f"a folder without {' or '.join(SUFFIXES)} files" if path.is_dir() else "nothing there"
+        raise FastKVError(f"expected a text at {path}, got {what}; name a file, a folder, - or {', '.join(SOURCES)}")
+    for one in files:
+        try:
+            with nullcontext(sys.stdin) if typed else open(one, encoding="utf-8") as file:
+                while piece := file.read(PIECE) + file.readline():
+                    yield piece
+        except UnicodeDecodeError as error:
+            raise FastKVError(f"{source} is not UTF-8 text ({error}); convert it or choose another") from error
+        except OSError as error:
+            raise FastKVError(f"cannot read the text {one} ({error.strerror}); choose another one") from error
 
 
-def _modules() -> list[Path]:
-    """Files of the standard library, sorted; packages of tests and tables left out."""
+@cache
+def read(source: str) -> str:
+    """The whole text of a source of `documents`."""
+    return "".join(documents(source))
+
+
+def _modules() -> Iterator[tuple[str, ast.Module]]:
+    """Modules of the standard library, without packages of tests and tables."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(root.rglob("*.py"))
-    return [file for file in files if not {*file.relative_to(root).parts} & {*LEFT_OUT}]
+    for file in sorted(root.rglob("*.py")):
+        if not {*file.relative_to(root).parts} & {*LEFT_OUT}:
+            try:
+                source = file.read_text(encoding="utf-8")
+                yield source, ast.parse(source)
+            except (SyntaxError, ValueError, OSError):  # templates, and files in other encodings
+                yield "", ast.Module([], [])
 
 
-def _parsed(file: Path) -> tuple[str, ast.Module] | None:
-    try:
-        source = file.read_text(encoding="utf-8")
-        return source, ast.parse(source)
-    except (SyntaxError, ValueError, OSError):  # templates, and files in other encodings
-        return None
+def _docstrings(tree: ast.Module) -> Iterator[str]:
+    """Those of a module that are more than a label."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node)
+            if text is not None and len(text) >= SHORTEST:
+                yield text
 
 
-def _docstrings(file: Path) -> list[str]:
-    parsed = _parsed(file)
-    if parsed is None:
-        return []
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [ast.get_docstring(node) for node in ast.walk(parsed[1]) if isinstance(node, documented)]
-    return [text for text in found if text is not None and len(text) >= SHORTEST]
-
-
-def _without_docstrings(file: Path) -> str:
-    parsed = _parsed(file)
-    if parsed is None:
-        return ""
-    source, tree = parsed
-    lines = source.splitlines()
+def _without_docstrings(source: str, tree: ast.Module) -> str:
     gone: set[int] = set()
     for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        first = body[0] if isinstance(body, list) and body else None
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-            gone.update(range(first.lineno - 1, first.end_lineno or first.lineno))
-    return "\n".join(line for place, line in enumerate(lines) if place not in gone)
+        match getattr(node, "body", None):
+            case [ast.Expr(value=ast.Constant(value=str())) as first, *_]:
+                gone.update(range(first.lineno - 1, first.end_lineno or first.lineno))
+    return "\n".join(line for place, line in enumerate(source.splitlines()) if place not in gone)
 
 
 # Facts, and texts with them.
@@ -172,6 +184,12 @@ def _banks() -> dict[str, tuple[Kind, ...]]:
 BANKS = _banks()
 
 
+def check_tokens(text: str, tokens: int, least: int) -> None:
+    """Raise FastKVError for a text that is too short."""
+    if tokens < least:
+        raise FastKVError(f"{text} has {tokens} tokens, expected {least} or more; give a longer text or ask for less")
+
+
 @cache
 def _tokens(tokenizer: Any, source: str) -> list[int]:
     return list(tokenizer(read(source), add_special_tokens=False, verbose=False)["input_ids"])
@@ -183,10 +201,7 @@ def stretch(tokenizer: Any, source: str, length: int, draw: random.Random) -> li
     Raises: FastKVError if the text is shorter.
     """
     ids = _tokens(tokenizer, source)
-    if len(ids) < length:
-        raise FastKVError(
-            f"{source} has {len(ids)} tokens, expected {length} or more; give a longer text or ask for less"
-        )
+    check_tokens(source, len(ids), length)
     start = draw.randrange(len(ids) - length + 1)
     return ids[start : start + length]
 
@@ -243,3 +258,15 @@ def sample(
     for place, fact_ids in zip(sorted(draw.sample(places, asked), reverse=True), facts):
         text = text[:place] + fact_ids + text[place:]
     return Sample(head + text, questions, goes_on)
+
+
+def with_question(
+    tokenizer: Any, length: int, seed: int, source: str, answered: bool = False
+) -> tuple[Sample, list[int]]:
+    """A sample and the tokens of its first question, with its answer if that is wanted; `length` tokens together."""
+    rest: list[int] = []
+    for _ in range(2):  # the question is the same for every length
+        found = sample(tokenizer, length - len(rest), seed, source)
+        answer = tokenizer(found.questions[0].answer, add_special_tokens=False).input_ids
+        rest = found.questions[0].ids + answer * answered
+    return found, rest

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -29,25 +28,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from .. import corrections, policies
-from ..api import patched
-from ..budget import Budget
 from ..cache.layout import Attends
-from ..config import EVICT_EVERY
 from ..errors import FastKVError
 from ..integrations.transformers.cache import FastKVCache, FastKVLayer
 from ..integrations.transformers.stock import CACHE
 from ..prefix import answers, ends_of
 from ..reference import LayerState, joined, with_sink
 from . import common, facts, reading
-from .equal_bytes import equal_bytes, stored_bytes
+from .equal_bytes import stored_bytes
 from .reading import cache_bytes, kept_tokens, record_attention
 
 TOKENS = ("agreement", "kl", "excess")  # what is known of every fed token
-FITTED = frozenset({"duoattention", "triattention"})  # need a file about the model
-SHARES: dict[str, Any] = {"sinks": 4, "recent": 16}  # tokens that are never evicted, as in `fastkv demo`
 
 
 @dataclass(frozen=True)
@@ -125,17 +118,27 @@ class Fidelity:
     cache: FastKVCache
 
 
+def fed(model: Any, cache: Any, tokens: Tensor, steps: int, question: int, ready: Callable[[], None]) -> Any:
+    """What `feed` returns of the last `steps` of tokens [B, N]; the `question` ones before these are read apart."""
+    length = tokens.shape[1] - question
+    if not 2 <= steps < length:
+        raise FastKVError(f"steps must be at least 2 and fewer than the {length} tokens of the text, got {steps}")
+    *parts, last = tokens.split([length - steps, question, steps], 1)
+    for part in parts:
+        if part.shape[1]:
+            model(part, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+    ready()
+    return feed(model, last, cache)
+
+
 @torch.no_grad()
 def read_full(model: PreTrainedModel, tokens: Tensor, steps: int, question: int = 0) -> Full:
     """Run the stock model over tokens [B, N], the last `steps` of them one at a time, the `question` ones before these
     apart from the text.
     """
     common.check_stock("read_full", model)
-    check_steps(tokens.shape[1] - question, steps)
-    cache = reading.read(model, tokens[:, : -steps - question])
-    if question:
-        model(tokens[:, -steps - question : -steps], **{CACHE: cache}, logits_to_keep=1)
-    attention, log_probs = feed(model, tokens[:, -steps:], cache)
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    attention, log_probs = fed(model, cache, tokens, steps, question, lambda: None)
     return Full(attention, log_probs, negative_log_likelihood(log_probs, tokens), cache_bytes(cache) // len(tokens))
 
 
@@ -145,15 +148,14 @@ def measure(model: PreTrainedModel, tokens: Tensor, steps: int, full: Full, ques
 
     Args: tokens, steps, question: as `read_full` got them, without padding; full: what it returned.
     """
-    check_steps(tokens.shape[1] - question, steps)
     cache = FastKVCache(model)
     witnesses = {index: Witness(layer) for index, layer in enumerate(cache.layers) if isinstance(layer, FastKVLayer)}
-    model(tokens[:, : -steps - question], **{CACHE: cache}, use_cache=True, logits_to_keep=1)
-    if question:
-        model(tokens[:, -steps - question : -steps], **{CACHE: cache}, use_cache=True, logits_to_keep=1)
-    for witness in witnesses.values():
-        witness.comparing = True
-    attention, log_probs = feed(model, tokens[:, -steps:], cache)
+
+    def ready() -> None:
+        for witness in witnesses.values():
+            witness.comparing = True
+
+    attention, log_probs = fed(model, cache, tokens, steps, question, ready)
     for witness in witnesses.values():
         witness.leave()
     compared = [witness.compared for witness in witnesses.values()]
@@ -296,15 +298,6 @@ def distance(o: Tensor, full: Tensor) -> Tensor:
     return (o - full).norm(dim=-1) / full.norm(dim=-1)
 
 
-def check_steps(tokens: int, steps: int) -> None:
-    """Raise FastKVError unless some of the tokens of a text are read before at least two are fed."""
-    if not 2 <= steps < tokens:
-        raise FastKVError(
-            f"steps must be at least 2 and fewer than the {tokens} tokens of the text, got {steps}; give fewer steps "
-            "or a longer context"
-        )
-
-
 @dataclass(frozen=True)
 class Row:
     """One cache. Means over texts, fed tokens, layers and heads; None where nothing was evicted or nothing estimated.
@@ -371,63 +364,36 @@ def known(number: Tensor) -> float | None:
     return None if number.isnan() else number.item()
 
 
-COMPARED = ("fastkv", "momentkv", "keydiff", "snapkv", "kvzip", "streaming")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastkv fidelity`."""
-    add, option = parser.add_argument, partial(common.option, parser)
-    common.add_model(parser, "fastkv-fidelity")
-    option("--text", common.TEXT, common.TEXTS, "FILE")
-    asks = f"hide a fact in each text, ask for it and feed the answer of the full cache; {reading.HELP}"
-    add("--question", choices=reading.QUESTION, help=f"{asks} (default: no question, the text goes on)")
-    option("--context", 1024, "tokens of a text")
-    option("--steps", 48, "last tokens of it that are fed one at a time", "T")
-    option("--policies --policy", COMPARED, "policies to compare, or all", "NAME")
-    option("--budgets --budget", (128, 256), "sizes of the cache, tokens per KV head", "N")
-    add("--equal", choices=("bytes", "tokens"), default="bytes", help=common.EQUAL)
-    of_all = "correction of all policies; auto is the policy's own"
-    add("--correction", choices=("auto", *corrections.names()), default="auto", help=of_all)
-    beside = "file of fastkv calibrate vector (default: vector.safetensors in the model's folder)"
-    common.add_slots(parser)
-    add("--vector", type=Path, metavar="FILE", help=beside)
-    option("--seeds", 3, "number of texts, each another part of --text", "K")
-
-
 def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
     """Measure every cache, print the table, and write fidelity.json and a picture into `options.out`."""
     console = console or common.console_of(112)
-    options = argparse.Namespace(**vars(options))
-    if options.policies == ("all",):
-        options.policies = tuple(name for name in policies.names() if name not in FITTED)
-    check(options)
+    if options.steps >= options.context:
+        raise FastKVError(f"steps must be fewer than the {options.context} tokens of the text, got {options.steps}")
+    common.caches_of(options)
     common.make_folder(options.out)
     model, tokenizer = common.load(options.model)
     common.check_length("context", options.context, model, options.model)
-    texts = texts_of(model, tokenizer, options)
-    rows = list(compared(model, texts, options, console))
+    texts, rows = texts_of(model, tokenizer, options), []
+    for cache, _ in common.each(model, common.caches_of(options, model), console):
+        if cache.policy == common.FULL:
+            full = [read_full(model, *text) for text in texts]
+        else:
+            measured = [measure(model, *text[:2], whole, text.question) for text, whole in zip(texts, full)]
+            rows.append(summarise(cache.policy, cache.budget, measured, full[0]))
+    rows.sort(key=lambda row: options.budgets.index(row.budget))
     console.print(table_of(rows))
-    console.print(explain(rows, options.context, options.steps))
-    chosen = "model text question context steps policies budgets equal correction slots vector seeds".split()
+    console.print(f"""
+Means over {len(rows[0].by_text["error"])} text(s), the last {options.steps} tokens of each fed one at a time.
+The full cache takes {full[0].nbytes / 2**10:.0f} KiB for {options.context} tokens.
+{common.legend(COLUMNS)}
+""")
+    chosen = "model text question context steps policies budgets equal correction slots seeds".split()
     record = {"versions": common.versions(), "options": {name: getattr(options, name) for name in chosen}}
     common.write_json(options.out / "fidelity.json", {**record, "rows": rows})
     picture = options.out / "fidelity.png"
     write_errors(rows, options.context, picture)
     console.print(f"{picture} and {options.out / 'fidelity.json'} written")
     return rows
-
-
-def check(options: argparse.Namespace) -> None:
-    """Raise FastKVError for what is wrong already before a model is loaded."""
-    if options.context < common.SHORTEST:
-        raise FastKVError(
-            f"context must be at least {common.SHORTEST} tokens, got {options.context}; give a larger one"
-        )
-    check_steps(options.context, options.steps)
-    if options.seeds < 1:
-        raise FastKVError(f"seeds must be at least 1, got {options.seeds}; give the number of texts")
-    for policy in options.policies:
-        policies.get(policy)
 
 
 class Text(NamedTuple):
@@ -443,56 +409,22 @@ def texts_of(model: Any, tokenizer: Any, options: argparse.Namespace) -> list[Te
     if options.question is not None:
         return [asked(model, tokenizer, options, seed) for seed in range(options.seeds)]
     start, context = common.start_of(tokenizer), options.context
-    ids = tokenizer("".join(common.documents(options.text)), add_special_tokens=False, verbose=False).input_ids
+    ids = tokenizer(facts.read(options.text), add_special_tokens=False, verbose=False).input_ids
     each = context - len(start)
-    stretches = [start + ids[index * each :][:each] for index in range(options.seeds)]
-    short = next((stretch for stretch in stretches if len(stretch) < context), None)
-    if short is not None:
-        raise FastKVError(
-            f"the text {options.text} is too short for {options.seeds} stretches of {context} tokens, the last has "
-            f"{len(short)}; give a longer text, a smaller --context or fewer --seeds"
-        )
-    tokens = torch.tensor(stretches)
-    common.check_known(tokenizer, tokens, options.model, options.text, "give a text in its vocabulary")
-    return [Text(tokens.to(model.device), options.steps)]
+    facts.check_tokens(options.text, len(ids), options.seeds * each)
+    tokens = torch.tensor([start + ids[index * each :][:each] for index in range(options.seeds)], device=model.device)
+    return [Text(tokens, options.steps)]
 
 
 def asked(model: Any, tokenizer: Any, options: argparse.Namespace, seed: int) -> Text:
     """Text and question, `options.context` tokens, and at most `options.steps` tokens that the full cache answers."""
-    context = options.context
-    rest = facts.sample(tokenizer, context, seed, options.text).questions[0].ids  # of any length of text the same
-    sample = facts.sample(tokenizer, context - len(rest), seed, options.text)
-    common.check_known(tokenizer, sample.prefix, options.model, options.text, "give a text in its vocabulary")
+    sample, rest = facts.with_question(tokenizer, options.context, seed, options.text)
     prompt = torch.tensor([sample.prefix + rest[:-1]], device=model.device)
     (written,) = answers(model, tokenizer, reading.read(model, prompt), prompt, [rest[-1:]], options.steps)
     # The question's last token is fed, too: what comes after it is the first word of the answer.
     fed = [rest[-1], *written, *ends_of(model)][: max(len(written) + 1, 2)]
     tokens = torch.cat([prompt, torch.tensor([fed], device=model.device)], 1)
     return Text(tokens, len(fed), len(rest) - 1 if options.question == "later" else 0)
-
-
-def compared(model: Any, texts: list[Text], options: argparse.Namespace, console: Console) -> Iterator[Row]:
-    """Every policy at every budget."""
-    budgets = {tokens: Budget(tokens=tokens, **SHARES) for tokens in options.budgets}
-    if options.equal == "bytes":
-        budgets = {tokens: equal_bytes(model.config, budget, model.dtype) for tokens, budget in budgets.items()}
-    caches = [(policy, tokens) for tokens in options.budgets for policy in options.policies]
-    settings = {name: getattr(options, name) for name in ("correction", "slots", "vector")}
-    settings["evict_every"] = EVICT_EVERY
-    for policy, tokens in caches:
-        with patched(model, policy, budgets[tokens], **settings):
-            common.check_first(policy, model, budgets[tokens])  # refused now and not after minutes
-    with common.progress(console) as progress:
-        bar = progress.add_task("full cache", total=1 + len(caches))
-        full = [read_full(model, *part) for part in texts]
-        progress.advance(bar)
-        for policy, tokens in caches:
-            progress.update(bar, description=f"{policy}, {tokens}")
-            with patched(model, policy, budgets[tokens], **settings):
-                each = [measure(model, *part[:2], whole, part.question) for part, whole in zip(texts, full)]
-            yield summarise(policy, tokens, each, full[0])
-            progress.advance(bar)
-        progress.update(bar, description="done")
 
 
 COLUMNS: common.Columns = {
@@ -531,15 +463,6 @@ def table_of(rows: Sequence[Row]) -> Table:
     return table
 
 
-def explain(rows: Sequence[Row], context: int, steps: int) -> str:
-    """What the columns are."""
-    return f"""
-Means over {len(rows[0].by_text["error"])} text(s), the last {steps} tokens of each fed one at a time.
-The full cache takes {rows[0].full_nbytes / 2**10:.0f} KiB for {context} tokens.
-{common.legend(COLUMNS)}
-"""
-
-
 def write_errors(rows: Sequence[Row], context: int, path: Path) -> None:
     """A column for each budget, a line for each policy: errors of every layer, below without those of lower layers."""
     budgets = list(dict.fromkeys(row.budget for row in rows))
@@ -550,9 +473,10 @@ def write_errors(rows: Sequence[Row], context: int, path: Path) -> None:
         for axis, name in zip(axes[:, column], ("error", "own_error")):
             for index, (label, row) in enumerate(shown.items()):
                 axis.plot(row.layers, by_layer(row, name), label=label, **common.style(index))
-            common.finish(axis, layers=True)
         size = max(row.nbytes for row in shown.values()) / 2**10
-        axes[0][column].set_title(f"cache of {size:.0f} KiB, {budget} tokens without moments", fontsize=11)
+        common.finish(axes[0][column], f"cache of {size:.0f} KiB, {budget} tokens without moments", zero=True)
+        common.finish(axes[1][column], x="layer", zero=True)
+        axes[1][column].xaxis.get_major_locator().set_params(integer=True)
     axes[0][0].set_ylabel("against the full cache")
     axes[1][0].set_ylabel("against the layer's own pairs")
     title = f"attention output after up to {context} tokens, mean relative error"

@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import cycle
-from pathlib import Path
+from itertools import cycle, islice
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -26,7 +25,7 @@ from ..calibration.quality import QualityCurve, context_nll, retained, save
 from ..errors import FastKVError
 from ..integrations.transformers.stock import CACHE
 from . import common, reading
-from .ruler import WORDS
+from .ruler import WORDS, prose
 
 PENALTY = 2.0
 STEEPEST = 50.0  # a curve beyond it is a step
@@ -34,7 +33,6 @@ KEEPS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 LENGTHS = (256, 512, 1024)
 SINKS, RECENT = 4, 16
 FLOOR = 0.05  # nats per token below which an answer counts as certain
-LEVELS = (0.1, 0.5, 0.9)  # quantiles of the NLL whose curves are drawn
 
 FILLERS = ("varied", "repeated", "random")
 QUESTIONS = 4  # at most, for each text; they share its compressed context
@@ -82,11 +80,10 @@ def english_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> 
     owners = list(map(" ".join, zip(rng.sample(WORDS["adjectives"], num), rng.sample(WORDS["nouns"], num))))
     codes = [f"{rng.randrange(1000, 10000)}-{rng.randrange(1000, 10000)}" for _ in owners]
     sentences = [f"The access code of the {owner} is {code}." for owner, code in zip(owners, codes)]
-    again = cycle([_prose(rng), _prose(rng)])
-    filler = {"varied": lambda: _prose(rng), "repeated": lambda: next(again), "random": lambda: _log(rng)}
+    filler = {"varied": prose(rng), "repeated": cycle(islice(prose(rng), 2)), "random": _log(rng)}
     room = length - sum(map(tokens, sentences))
     while room > 0:
-        sentences.append(filler[FILLERS[seed % len(FILLERS)]]())
+        sentences.append(next(filler[FILLERS[seed % len(FILLERS)]]))
         room -= tokens(sentences[-1])
     rng.shuffle(sentences)
     asked = rng.sample(range(num), min(QUESTIONS, num))
@@ -94,15 +91,10 @@ def english_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> 
     return Sample(" ".join(sentences), tuple(questions), tuple(f"{codes[one]}." for one in asked))
 
 
-def _prose(rng: random.Random) -> str:
-    """A sentence that could stand in a story."""
-    who, what = (f"the {rng.choice(WORDS['adjectives'])} {rng.choice(WORDS['nouns'])}" for _ in range(2))
-    return f"{who.capitalize()} {rng.choice(WORDS['transitive'])} {what} in the {rng.choice(WORDS['places'])}."
-
-
-def _log(rng: random.Random) -> str:
-    """A line that nobody could predict."""
-    return f"Entry {rng.randrange(10**6):06d} reads {' '.join(str(rng.randrange(10, 100)) for _ in range(8))}."
+def _log(rng: random.Random) -> Iterator[str]:
+    """Lines that nobody could predict."""
+    while True:
+        yield f"Entry {rng.randrange(10**6):06d} reads {' '.join(str(rng.randrange(10, 100)) for _ in range(8))}."
 
 
 @torch.no_grad()
@@ -136,15 +128,6 @@ def make_triples(
             answer; contexts then survive much stronger compression, but only for that question.
     """
     common.check_stock("context calibration", model)
-    if not keeps or not all(0 < keep <= 1 for keep in keeps):
-        raise FastKVError(f"keeps must list shares in (0, 1], got {list(keeps)}; for example 0.1, 0.25, 0.5")
-    longest = common.longest_text(model)
-    if not lengths or not all(common.SHORTEST <= length <= longest for length in lengths):
-        raise FastKVError(
-            f"lengths must list numbers of tokens from {common.SHORTEST} to {longest}, got {list(lengths)}"
-        )
-    if samples < 1:
-        raise FastKVError(f"samples must be at least 1, got {samples}; more of them make a steadier fit")
     triples = []
     for length in lengths:
         for index in range(samples):
@@ -252,33 +235,17 @@ def residual(triples: Sequence[Triple], alpha: float, beta: float) -> float:
     return float((quality - retained(keep, alpha * nll + beta)).square().mean().sqrt())
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastkv calibrate context`."""
-    option = partial(common.option, parser)
-    common.add_model(parser, ".")
-    option("--policies --policy", common.POLICIES, "policies", "NAME")
-    option("--samples", 12, "texts of each length")
-    option("--lengths", LENGTHS, "tokens of the texts")
-    option("--seed", 0, "seed of the first text")
-    option("--penalty", PENALTY, "weight of too high predictions, relative to too low ones", "W")
-    aware = (
-        "compress each context together with its question; by default it is compressed before, so that the file holds "
-        "for every question"
-    )
-    parser.add_argument("--query-aware", action="store_true", help=aware)
-
-
 def run(options: argparse.Namespace) -> None:
-    """Measure and fit every policy, print alpha, beta and residual, and write context.json and context.png."""
+    """Measure and fit every policy, print alpha, beta and residual, and write context.json."""
     console = common.console_of()
-    common.check_some("policies", options.policies)
     for name in options.policies:
         policies.get(name)
     common.make_folder(options.out)
     model, tokenizer = common.load(options.model)
+    common.check_length("lengths", max(options.lengths), model, options.model)
     shape, words = fingerprint(model.config), describe(model.config)
     settings = {name: getattr(options, name) for name in ("lengths", "samples", "seed", "query_aware")}
-    fitted: list[tuple[QualityCurve, list[Triple]]] = []
+    fitted: list[QualityCurve] = []
     with common.progress(console) as progress:
         bar = progress.add_task("", total=len(options.policies) * len(options.lengths) * options.samples)
         for name in options.policies:
@@ -287,42 +254,13 @@ def run(options: argparse.Namespace) -> None:
             alpha, beta = fit(triples, options.penalty)
             error = residual(triples, alpha, beta)
             curve = QualityCurve(alpha, beta, name, shape, words, len(triples), error, options.query_aware)
-            fitted.append((curve, triples))
+            fitted.append(curve)
         progress.update(bar, description="measured")
-    for curve, _ in fitted:
+    for curve in fitted:
         console.print(
             f"{curve.policy:<12} alpha {curve.alpha:8.3f}  beta {curve.beta:8.3f}  residual {curve.residual:.3f}  "
             f"triples {curve.triples}"
         )
     file = options.out / "context.json"
-    save(file, (curve for curve, _ in fitted))
-    write_plot(fitted, options.out / "context.png")
-    console.print(
-        f"{file} and context.png written. Use the file with\nfastkv.Budget(quality=0.95, calibration={str(file)!r})."
-    )
-
-
-def write_plot(fitted: Sequence[tuple[QualityCurve, Sequence[Triple]]], path: Path) -> None:
-    """Write a PNG with one panel a policy: triples coloured by the context's NLL, curves at three levels of it."""
-    from matplotlib import colormaps
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
-    every = [triple.nll for _, triples in fitted for triple in triples]
-    norm, colours = Normalize(min(every), max(every)), colormaps["viridis"]
-    shares = torch.linspace(0, 1, 201, dtype=torch.float64)
-    figure = common.figure(4.2 * len(fitted) + 1.0, 4.2)
-    axes = figure.subplots(1, len(fitted), sharey=True, squeeze=False)[0]
-    for axis, (curve, triples) in zip(axes, fitted):
-        keep, nll, quality = (list(column) for column in zip(*triples))
-        axis.scatter(keep, quality, c=nll, cmap=colours, norm=norm, s=16, alpha=0.6, linewidths=0)
-        for level in torch.tensor(nll, dtype=torch.float64).quantile(torch.tensor(LEVELS, dtype=torch.float64)):
-            line = retained(shares, curve.steepness(level))
-            axis.plot(shares, line, color=colours(norm(float(level))), label=f"NLL {level:.2f}", linewidth=2)
-        axis.set_title(curve.policy, fontsize=11)
-        axis.set_xlabel("share of the context kept")
-        common.finish(axis, legend=True)
-    axes[0].set_ylabel("quality: NLL ratio of the answers")
-    axes[0].set_ylim(-0.02, 1.04)
-    figure.colorbar(ScalarMappable(norm, colours), ax=list(axes), label="NLL of the context, nats per token")
-    figure.savefig(path)
+    save(file, fitted)
+    console.print(f"{file} written. Use it with\nfastkv.Budget(quality=0.95, calibration={str(file)!r}).")

@@ -24,12 +24,10 @@ What can be chosen is metadata, as for the harness's own tasks:
     num_samples        texts of every length (100; the paper has 500)
     seed               of the texts (0)
     tokenizer          folder or name; by default that of the model
-    haystack           file or folder of .txt and .md files instead of generated essays
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -41,7 +39,7 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 from torch.nn import Module
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from ..api import patch, unpatch
 from ..budget import Budget
@@ -49,9 +47,8 @@ from ..config import BUDGET, POLICY
 from ..errors import FastKVError
 from ..integrations.transformers.stock import CACHE
 from ..policies import Policy
-from ..prefix import answers
 from . import reading, ruler
-from .common import FOREIGN, FULL, to_budget, unknown_share
+from .common import FULL, to_budget
 from .pretrained import loading, place
 from .reading import cache_bytes
 from .ruler import Sample, Tokenizer
@@ -166,10 +163,8 @@ class FastKVLM(HFLM):
                 f"question 'later' needs tasks whose prompts end with the question that they name, as those of "
                 f"{PREFIX}... do, got {request.task_name}; choose question 'seen'"
             )
-        text, ids = reading.split(self.tokenizer, prompt, asked)
         tokens = how.get("max_gen_toks", self.max_gen_toks)
-        (written,) = answers(self.model, self.tokenizer, reading.read(self.model, text), text, ids.tolist(), tokens)
-        said = self.tok_decode(written)
+        said = self.tok_decode(reading.answered(self.model, self.tokenizer, prompt, asked, tokens))
         for stop in filter(None, how.get("until") or []):
             said = said.partition(stop)[0]
         return str(said)
@@ -275,15 +270,11 @@ class RulerTask(ConfigurableTask):
         (samples,) = whole_numbers("num_samples", metadata.get("num_samples", SAMPLES), most=1)
         (seed,) = whole_numbers("seed", metadata.get("seed", 0), most=1, least=0)
         tokenizer = tokenizer_of(metadata.get("tokenizer") or metadata.get("pretrained"))
-        essays = self.kind in ruler.KINDS and ruler.KINDS[self.kind].haystack == "essay"
-        text = metadata.get("haystack") if essays else None
         rows = []
         for length in self.lengths:
-            texts = written(self.kind, tokenizer, length, samples, seed, text)
-            rows += [
-                {"prompt": one.prompt, "question": one.question, "answers": one.answers, "length": length}
-                for one in texts
-            ]
+            texts = written(self.kind, tokenizer, length, samples, seed)
+            kept = ("prompt", "question", "answers")
+            rows += [{"length": length, **{name: getattr(one, name) for name in kept}} for one in texts]
         self.dataset = {"test": Dataset.from_list(rows)}
         self.config.generation_kwargs["max_gen_toks"] = texts[0].tokens_to_generate
 
@@ -294,21 +285,10 @@ class RulerTask(ConfigurableTask):
 
 
 @lru_cache(maxsize=32)  # the harness loads a task anew for each cache it evaluates
-def written(
-    kind: str, tokenizer: Tokenizer, length: int, samples: int, seed: int, text: str | None
-) -> tuple[Sample, ...]:
-    """The texts of one length; a warning where the tokenizer does not know their words."""
+def written(kind: str, tokenizer: Tokenizer, length: int, samples: int, seed: int) -> list[Sample]:
+    """The texts of one length."""
     indices = tqdm(range(samples), desc=f"writing {kind}, {length} tokens", leave=False)
-    found = tuple(ruler.generate(kind, tokenizer, length, seed, index, text=text) for index in indices)
-    if isinstance(tokenizer, PreTrainedTokenizerBase):
-        unknown = unknown_share(tokenizer, tokenizer(found[0].prompt, verbose=False).input_ids)
-        if unknown > FOREIGN:
-            warnings.warn(
-                f"the tokenizer does not know {unknown:.0%} of the words of {kind}, so that its score means nothing; "
-                "take another model",
-                stacklevel=2,
-            )
-    return found
+    return [ruler.generate(kind, tokenizer, length, seed, index) for index in indices]
 
 
 @lru_cache(maxsize=4)

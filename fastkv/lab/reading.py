@@ -35,11 +35,9 @@ from ..integrations.transformers.cache import FastKVCache
 from ..integrations.transformers.prompt import Prompt, read_again
 from ..integrations.transformers.stock import CACHE
 from ..policies import Policy, Reread, get
+from ..prefix import answers
 
 QUESTION = ("later", "seen")
-HELP = (
-    "later: the text is read, and compressed, before the question is known; seen: text and question are read together"
-)
 
 
 @torch.no_grad()
@@ -48,15 +46,15 @@ def read(model: Any, ids: Tensor) -> Any:
     return model(ids.to(model.device), logits_to_keep=1, use_cache=True)[CACHE]
 
 
-def split(tokenizer: Any, prompt: str, question: str) -> tuple[Tensor, Tensor]:
-    """Tokens [1, N] and [1, T] of a prompt before and from its question on, which is its end.
+def answered(model: Any, tokenizer: Any, prompt: str, question: str, tokens: int) -> list[int]:
+    """What greedy decoding writes after a prompt that is read, and compressed, before its end, the question, is known.
 
-    Only the first part gets the tokenizer's special tokens.
+    At most `tokens` tokens. Only what comes before the question gets the tokenizer's special tokens.
     """
-    before = prompt.removesuffix(question)
-    parts = (tokenizer(before, verbose=False), tokenizer(question, add_special_tokens=False, verbose=False))
-    first, second = (torch.tensor([part.input_ids]) for part in parts)
-    return first, second
+    before = torch.tensor([tokenizer(prompt.removesuffix(question), verbose=False).input_ids])
+    asked = tokenizer(question, add_special_tokens=False, verbose=False).input_ids
+    (written,) = answers(model, tokenizer, read(model, before), before, [asked], tokens)
+    return written
 
 
 @torch.no_grad()

@@ -3,11 +3,11 @@
     from fastkv.lab import ruler
 
     sample = ruler.generate("niah_multikey_1", tokenizer, length=4096, seed=0, index=7)
-    ruler.score(sample, what_the_model_wrote)
+    ruler.string_match_all(what_the_model_wrote, sample.answers)
 
 Tasks, kinds of text, numbers and metrics are those of the benchmark; the wording is fastkv's own, so results compare
 policies with each other, not with published tables. What they hide things in is one line over and over, generated
-prose, or the user's own files, sentence by sentence; as many of these units as fit the length.
+prose; as many of these units as fit the length.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
-from itertools import chain, count, cycle, islice, repeat
+from functools import cache
+from itertools import chain, count, islice, repeat
 from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -29,13 +29,11 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import FastKVError
-from .common import documents
 
 T = TypeVar("T")
 
 NOISE = "The kettle is warm. The window is open. The street is quiet. Off we walk. Nobody waits."
 TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50}  # of the answers, by the first part of a task's name
-LONGEST = 60  # words of one unit of a file; tables and code have no sentences
 
 # Of which generated texts are made: names of things that are hidden, and the words and forms of sentences around them.
 TOLD = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
@@ -62,13 +60,6 @@ def prose(rng: random.Random) -> Iterator[str]:
         yield re.sub(r"\{(\w+)\}", lambda slot: rng.choice(WORDS[slot[1]]), rng.choice(SENTENCES))
 
 
-def essays(source: str | Path, rng: random.Random) -> Iterator[str]:
-    """The sentences of a file, or of the .txt and .md files of a folder, over and over from a random one on."""
-    sentences = _sentences(str(source))
-    start = rng.randrange(len(sentences))
-    return chain(sentences[start:], cycle(sentences))
-
-
 def scatter(units: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> list[str]:
     """`units` with every needle behind round(depth * len(units)) of them; equally deep needles keep their order.
 
@@ -80,18 +71,6 @@ def scatter(units: Sequence[str], needles: Sequence[str], depths: Sequence[float
     places = [(round(depth * len(units)), 0) for depth in depths] + [(place, 1) for place in range(len(units))]
     ordered = sorted(zip(places, [*needles, *units]), key=lambda placed: placed[0])
     return [line for _, line in ordered]
-
-
-@lru_cache(maxsize=4)
-def _sentences(source: str) -> tuple[str, ...]:
-    found = []
-    for text in documents(source):
-        for sentence in re.split(r"(?<=[.!?])\s+", " ".join(text.split())):
-            words = sentence.split()
-            found += [" ".join(words[at : at + LONGEST]) for at in range(0, len(words), LONGEST)]
-    if not found:
-        raise FastKVError(f"expected text in {source}, got files without words; choose others, or the generated text")
-    return tuple(found)
 
 
 Tokenizer: TypeAlias = Callable[[str], int] | PreTrainedTokenizerBase
@@ -128,48 +107,46 @@ class Request:
     seed: int
     index: int
     depth: float | None = None
-    text: str | Path | None = None
 
     def rng(self, purpose: str = "") -> random.Random:
         """Random numbers that depend on task, length, seed, index and purpose only."""
         return random.Random(f"{self.task}/{self.length}/{self.seed}/{self.index}/{purpose}")
 
 
-Writer: TypeAlias = Callable[[int], tuple[str, dict[str, Any]]]  # the context with that many filler units, metadata
-Draft: TypeAlias = Callable[[int], Sample]  # the sample with that many filler units
+@dataclass(frozen=True)
+class Draft:
+    """A prompt but for how much filler it has; `write` makes a context with so many units of it, and its metadata."""
+
+    task: str
+    before: str
+    question: str
+    answers: tuple[str, ...]
+    write: Callable[[int], tuple[str, dict[str, Any]]]
+
+    def __call__(self, units: int) -> Sample:
+        """The sample with that many units."""
+        context, metadata = self.write(units)
+        prompt, tokens = f"{self.before}\n\n{context}\n\n{self.question}", TOKENS[self.task.partition("_")[0]]
+        return Sample(self.task, prompt, context, self.question, self.answers, tokens, {"units": units, **metadata})
 
 
-def hidden(filler: Units[str], between: str, needles: Sequence[str], depths: Sequence[float]) -> Writer:
+def hidden(
+    filler: Iterator[str], between: str, needles: Sequence[str], depths: Sequence[float]
+) -> Callable[[int], tuple[str, dict[str, Any]]]:
     """How to write a context of so many units of filler with the needles in it, and its metadata."""
-    known = {"needles": tuple(needles), "depths": tuple(depths)}
-    return lambda units: (between.join(scatter(filler.take(units), needles, depths)), known)
+    units, known = Units(filler), {"needles": tuple(needles), "depths": tuple(depths)}
+    return lambda number: (between.join(scatter(units.take(number), needles, depths)), known)
 
 
-def drafted(request: Request, write: Writer, *, before: str, question: str, answers: tuple[str, ...]) -> Draft:
-    """How to make the sample from what `write` makes of a number of units: the context and its metadata."""
-    tokens = TOKENS[request.task.partition("_")[0]]
-
-    def draft(units: int) -> Sample:
-        context, metadata = write(units)
-        prompt = f"{before}\n\n{context}\n\n{question}"
-        return Sample(request.task, prompt, context, question, answers, tokens, {"units": units, **metadata})
-
-    return draft
-
-
-def counter(tokenizer: Tokenizer) -> Callable[[str], int]:
-    """How many tokens a model reads for a text: start token and the like included."""
-    if isinstance(tokenizer, PreTrainedTokenizerBase):
-        return lambda text: len(tokenizer(text, verbose=False).input_ids)
-    return tokenizer
-
-
-def longest(draft: Draft, tokenizer: Tokenizer, length: int, least: int = 1) -> Sample:
+def longest(draft: Callable[[int], Sample], tokenizer: Tokenizer, length: int, least: int = 1) -> Sample:
     """The sample with most filler whose prompt and answer fit in `length` tokens; one unit more would not fit.
 
     Doubles the number of units, then closes in by linear interpolation, because texts grow nearly linearly.
     """
-    count, low, best = counter(tokenizer), least, draft(least)
+    count: Callable[[str], int] = tokenizer
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        count = lambda text: len(tokenizer(text, verbose=False).input_ids)  # noqa: E731
+    low, best = least, draft(least)
     room, low_tokens = length - best.tokens_to_generate, count(best.prompt)
     if low_tokens > room:
         raise FastKVError(
@@ -263,7 +240,6 @@ def niah(request: Request) -> Draft:
     if request.depth is not None:
         depths = [request.depth if key in asked else depth for depth, (key, _) in zip(depths, pairs)]
 
-    filler = Units(_filler(kind, request, {*keys, *values}))
     between = " " if kind.haystack == "essay" else "\n"
     told = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])} and {asked[-1]}"
     what, verb = (kind.values, "are") if len(answers) > 1 else (kind.values.removesuffix("s"), "is")
@@ -276,8 +252,8 @@ def niah(request: Request) -> Draft:
         f"the {kind.values}, because a question about them follows."
     )
 
-    write = hidden(filler, between, needles, depths)
-    return drafted(request, write, before=task, question=question, answers=answers)
+    write = hidden(_filler(kind, request, {*keys, *values}), between, needles, depths)
+    return Draft(request.task, task, question, answers, write)
 
 
 def tracking(request: Request) -> Draft:
@@ -286,14 +262,10 @@ def tracking(request: Request) -> Draft:
     names = _different("variables", rng, 2 * (HOPS + 1))
     shown, asked = names[: HOPS + 1], names[HOPS + 1 :]
     shown_value, value = rng.sample(range(10_000, 100_000), 2)
-    filler = Units(repeat(NOISE))
-    shown_text = scatter(filler.take(EXAMPLE_UNITS), _statements(shown, shown_value), _depths(rng))
+    shown_text = scatter([NOISE] * EXAMPLE_UNITS, _statements(shown, shown_value), _depths(rng))
     example = "\n".join([TRACKING, "", *shown_text, "", f"{_tracked(shown_value)} {', '.join(shown)}."])
-    statements, depths, question = _statements(asked, value), _depths(rng), _tracked(value)
-
-    write = hidden(filler, "\n", statements, depths)
-    before, answers = f"{example}\n\n{TRACKING}", tuple(asked)
-    return drafted(request, write, before=before, question=question, answers=answers)
+    write = hidden(repeat(NOISE), "\n", _statements(asked, value), _depths(rng))
+    return Draft(request.task, f"{example}\n\n{TRACKING}", _tracked(value), tuple(asked), write)
 
 
 def _needle(kind: Kind, key: str, value: str) -> str:
@@ -307,7 +279,7 @@ def _filler(kind: Kind, request: Request, taken: set[str]) -> Iterator[str]:
     if kind.haystack == "needles":
         pairs = ((MAKE[kind.keys](rng), MAKE[kind.values](rng)) for _ in count())
         return (_needle(kind, *pair) for pair in pairs if not taken.intersection(pair))
-    return prose(rng) if request.text is None else essays(request.text, rng)
+    return prose(rng)
 
 
 def _drawn(kind: str, rng: random.Random) -> Iterator[str]:
@@ -394,8 +366,7 @@ def common_words(request: Request) -> Draft:
         context = _numbered(common + [one for placed in uncommon.values() for one in placed])
         return context, {"counts": {**dict.fromkeys(asked, often), **dict.fromkeys(uncommon, seldom)}}
 
-    before, answers = f"{example}\n\n{COMMON_TASK}", tuple(asked)
-    return drafted(request, write, before=before, question=COMMON_QUESTION, answers=answers)
+    return Draft(request.task, f"{example}\n\n{COMMON_TASK}", COMMON_QUESTION, tuple(asked), write)
 
 
 def frequent_words(request: Request) -> Draft:
@@ -412,8 +383,7 @@ def frequent_words(request: Request) -> Draft:
         context = " ".join(word for _, word in sorted(zip(order.take(units), drawn)))
         return context, {"counts": dict(Counter(drawn))}
 
-    answers = tuple(words[1 : ASKED + 1])
-    return drafted(request, write, before=FREQUENT_TASK, question=FREQUENT_QUESTION, answers=answers)
+    return Draft(request.task, FREQUENT_TASK, FREQUENT_QUESTION, tuple(words[1 : ASKED + 1]), write)
 
 
 def _placed(words: Sequence[str], times: int, rng: random.Random) -> list[tuple[float, str]]:
@@ -459,14 +429,10 @@ def _zeta(words: int) -> Iterator[int]:
 
 
 def string_match_all(prediction: str, answers: Sequence[str]) -> float:
-    """Share of the reference strings that occur in the prediction, 0 to 1.
+    """RULER's mark of what a model wrote: the share of the reference strings that occur in it, 0 to 1.
 
     Case does not matter, and control characters separate words.
     """
-    if isinstance(answers, str) or not answers:
-        raise FastKVError(
-            f"a prediction is marked with a sequence of at least one answer, got {answers!r}; pass a tuple"
-        )
     text = CONTROL.sub("\n", prediction).lower()
     return sum(answer.lower() in text for answer in answers) / len(answers)
 
@@ -482,7 +448,6 @@ def generate(
     index: int = 0,
     *,
     depth: float | None = None,
-    text: str | Path | None = None,
 ) -> Sample:
     """One sample of `task`; the same arguments always give the same one.
 
@@ -494,18 +459,10 @@ def generate(
         tokenizer: of the model, special tokens included as it adds them; or a function that counts a text's tokens.
         length: tokens.  seed, index: of the set of samples, and in it.
         depth: where to put the needles that are asked for, 0 to 1; at random places if None. For niah tasks.
-        text: file or folder of .txt and .md files for the essays; generated prose if None. For niah tasks with essays.
     """
     if task not in TASKS:
         raise FastKVError(f"expected one of the tasks {', '.join(TASKS)}, got {task!r}; choose one of them")
-    essays = task in KINDS and KINDS[task].haystack == "essay"
-    for name, value, has in (("depth", depth, task in KINDS), ("text", text, essays)):
-        if value is not None and not has:
-            raise FastKVError(f"{task} has no {name}, got {name}={value!r}; leave it out or choose another task")
-    draft = TASKS[task](Request(task, length, seed, index, depth, text))
+    if depth is not None and task not in KINDS:
+        raise FastKVError(f"{task} has no depth, got depth={depth!r}; leave it out or choose another task")
+    draft = TASKS[task](Request(task, length, seed, index, depth))
     return longest(draft, tokenizer, length, FREQUENT_LEAST if task == "fwe" else 1)
-
-
-def score(sample: Sample, prediction: str) -> float:
-    """RULER's mark of what a model wrote, 0 to 1: the share of the answers in it."""
-    return string_match_all(prediction, sample.answers)

@@ -17,8 +17,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,8 @@ from rich.console import Console
 from torch import Tensor
 
 from .. import policies
-from ..api import patched
-from ..budget import Budget
 from ..cache.layer import LayerCache
 from ..calibration.files import replace_file
-from ..config import EVICT_EVERY
 from ..errors import FastKVError
 from ..integrations.transformers import modules
 from ..integrations.transformers.cache import FastKVCache
@@ -43,13 +39,13 @@ from ..ops.operator import ATTRIBUTES
 from ..reference import Centroids, LayerState
 from ..reference.centroids import BLOCK
 from . import common, facts
-from .equal_bytes import equal_bytes, stored_bytes
+from .equal_bytes import stored_bytes
 from .fidelity import stored_tokens
 from .reading import cache_bytes, kept_tokens, record_attention
 
-SINKS, RECENT = 4, 16  # tokens that are never evicted, as in `fastkv demo`
 FACTS = "facts"  # the text that is read where none is given
 LONGEST = 4096  # tokens of a text that are read unless more are asked for
+PIECE = 256  # tokens of a block
 FED = 32  # last tokens of a text that are fed one at a time
 REMEMBERS = {  # what of an evicted token there still is, by correction
     "none": "nothing of it is remembered",
@@ -57,23 +53,6 @@ REMEMBERS = {  # what of an evicted token there still is, by correction
     "centroids": "it is part of a centroid",
     "matching": "biases and values of what stayed were fitted to its attention",
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastkv view`."""
-    add, option = parser.add_argument, partial(common.option, parser)
-    common.add_model(parser, "fastkv-view.html", "page to write", "FILE")
-    option("--text", FACTS, f"{common.TEXTS}, or {FACTS}, {common.TEXT} with facts, a question and its answer", "FILE")
-    option("--seed", 0, "seed of the facts")
-    add("--answer", type=int, default=0, metavar="N", help="number of last tokens of your text that are an answer")
-    add("--context", type=int, metavar="N", help=f"tokens of the text (default: all of it, at most {LONGEST})")
-    option("--policies --policy", ("fastkv", "momentkv", "snapkv", "keydiff", "streaming"), "policies", "NAME")
-    option("--budgets --budget", (128, 256, 512), "sizes of the cache, tokens per KV head")
-    add("--equal", choices=("bytes", "tokens"), default="bytes", help=common.EQUAL)
-    common.add_slots(parser)
-    option("--prefill-block", "256", "tokens of a block, or whole")
-    fed = f"last tokens that are fed one at a time (default: the answer, {FED} without one)"
-    add("--steps", type=int, metavar="N", help=fed)
 
 
 @dataclass(frozen=True)
@@ -94,73 +73,61 @@ class Text:
 def run(options: argparse.Namespace, console: Console | None = None) -> dict[str, Any]:
     """Write the page. Returns: what it holds."""
     console = console or common.console_of()
-    checked(options)
+    common.caches_of(options)
+    block = PIECE if options.prefill_block == "auto" else options.prefill_block
+    twice = next((name for name in options.policies if policies.get(name).second_reading), None)
+    if twice and block is not None:
+        raise FastKVError(f"policy {twice!r} reads twice, got blocks of {block} tokens; add --prefill-block whole")
     model, tokenizer = common.load(options.model)
     if options.context is not None:
         common.check_length("context", options.context, model, options.model)
     text = text_of(tokenizer, options, options.context or min(LONGEST, common.longest_text(model)))
-    steps = options.steps or text.answer or FED
-    num = text.ids.shape[1]
-    if not 1 <= steps < num - 1:
-        raise FastKVError(f"steps must be at least 1 and fewer than the {num} tokens of the text less one, got {steps}")
-    block = None if options.prefill_block == "whole" else int(options.prefill_block)
+    steps, num = options.steps or text.answer or FED, text.ids.shape[1]
+    if steps >= num - 1:
+        raise FastKVError(f"steps must be fewer than the {num} tokens of the text less one, got {steps}")
     if block is not None and (num - steps) % block == 1:
         steps += 1  # a block of one token that is left over is fed like those after it
     reading = Reading(text.ids.to(model.device), block, steps)
     common.make_folder(options.out.parent)
-    full, traces = traced(model, reading, options, console)
+    traces = []
+    for cache, _ in common.each(model, [traceable(one) for one in common.caches_of(options, model)], console):
+        if cache.policy == common.FULL:
+            full = read_full(model, reading)
+        else:
+            traces.append((cache, trace(model, reading, full), model._fastkv_config.correction.name))
     data = page_of(text, reading, options, full, traces, tokenizer)
     written(data, options.out)
     console.print(f"{options.out} written, {options.out.stat().st_size / 1024:.0f} KiB; open it in a browser")
     return data
 
 
-def checked(options: argparse.Namespace) -> None:
-    """Raise FastKVError for what is wrong before a model is loaded."""
-    common.check_some("policies", options.policies)
-    common.check_some("budgets", options.budgets)
-    chosen = [policies.get(name) for name in options.policies]
-    for tokens in options.budgets:
-        Budget(tokens=tokens, sinks=SINKS, recent=RECENT)
-    if options.context is not None and options.context < common.SHORTEST:
-        raise FastKVError(f"context must be at least {common.SHORTEST} tokens, got {options.context}")
-    block = options.prefill_block
-    if block != "whole" and not (block.isdecimal() and int(block) > 1):
-        raise FastKVError(f"prefill-block must be whole or a number of at least 2 tokens, got {block!r}")
-    twice = next((policy.name for policy in chosen if policy.second_reading), None)
-    if twice and block != "whole":
-        raise FastKVError(f"policy {twice!r} reads twice, got blocks of {block} tokens; add --prefill-block whole")
-    if options.steps is not None and options.steps < 1:
-        raise FastKVError(f"steps must be at least 1, got {options.steps}")
+def traceable(cache: common.Cache) -> common.Cache:
+    """With the fastest backend there is; with the reference, which `trace` can follow, where there are centroids."""
+    if cache.policy == common.FULL:
+        return cache
+    backend = "reference" if policies.get(cache.policy).correction == "centroids" else "auto"
+    return replace(cache, arguments={**cache.arguments, "static": False, "backend": backend})
 
 
 def text_of(tokenizer: Any, options: argparse.Namespace, context: int) -> Text:
     """The first `context` tokens of the text. Raises FastKVError if it is too short, or foreign to the tokenizer."""
     if options.text == FACTS:
         return with_facts(tokenizer, options, context)
-    whole, name, answer = "".join(common.documents(options.text)), Path(options.text).name, options.answer
+    whole, answer = facts.read(options.text), options.answer
     encoded = tokenizer(whole, truncation=True, max_length=context, return_offsets_mapping=tokenizer.is_fast)
     ids = encoded.input_ids
-    if len(ids) < common.SHORTEST:
-        raise FastKVError(
-            f"the text {options.text} is too short, expected at least {common.SHORTEST} tokens, got {len(ids)}; give a "
-            "longer one"
-        )
-    common.check_known(tokenizer, ids, options.model, options.text, "give a text in its vocabulary")
+    facts.check_tokens(options.text, len(ids), common.SHORTEST)
     pieces = pieces_of(tokenizer, whole, ids, encoded.get("offset_mapping"))
-    return Text(torch.tensor([ids]), pieces, name, answer, found(pieces, answer) if answer else 0)
+    first = found(pieces, answer) if answer else 0
+    return Text(torch.tensor([ids]), pieces, Path(options.text).name, answer, first)
 
 
 def with_facts(tokenizer: Any, options: argparse.Namespace, context: int) -> Text:
     """A real text with facts in it that ends with a question and its answer, all of it `context` tokens."""
-    question = facts.sample(tokenizer, context, options.seed, common.TEXT).questions[0]
-    answer = tokenizer(question.answer, add_special_tokens=False).input_ids
-    rest = question.ids + answer
-    ids = facts.sample(tokenizer, context - len(rest), options.seed, common.TEXT).prefix + rest
-    common.check_known(tokenizer, ids, options.model, options.text, "give a text in its vocabulary")
-    name = f"{common.TEXT} with facts, seed {options.seed}"
+    sample, rest = facts.with_question(tokenizer, context, options.seed, "topics", answered=True)
+    ids, answer = sample.prefix + rest, len(rest) - len(sample.questions[0].ids)
     pieces = pieces_of(tokenizer, "", ids, None)
-    return Text(torch.tensor([ids]), pieces, name, len(answer), found(pieces, len(answer)))
+    return Text(torch.tensor([ids]), pieces, f"topics with facts, seed {options.seed}", answer, found(pieces, answer))
 
 
 def found(pieces: Sequence[str], answer: int) -> int:
@@ -187,70 +154,44 @@ def pieces_of(tokenizer: Any, text: str, ids: list[int], places: Sequence[tuple[
     return pieces
 
 
-def traced(
-    model: Any, reading: Reading, options: argparse.Namespace, console: Console
-) -> tuple[Full, list[tuple[str, int, Trace, str]]]:
-    """The stock model, and every policy at every budget with the name of its correction."""
-    caches = [(policy, tokens) for policy in options.policies for tokens in options.budgets]
-    settings = {"prefill_block": reading.block, "evict_every": EVICT_EVERY, "static": False, "slots": options.slots}
-    found = []
-    with common.progress(console) as progress:
-        bar = progress.add_task("full cache", total=1 + len(caches))
-        full = read_full(model, reading)
-        progress.advance(bar)
-        for name, tokens in caches:
-            progress.update(bar, description=f"{name}, {tokens}")
-            budget = Budget(tokens=tokens, sinks=SINKS, recent=RECENT)
-            if options.equal == "bytes":
-                budget = equal_bytes(model.config, budget, model.dtype)
-            with patched(model, name, budget, **settings, backend=backend_of(name)):
-                correction = model._fastkv_config.correction.name
-                found.append((name, tokens, trace(model, reading, full), correction))
-            progress.advance(bar)
-        progress.update(bar, description="done")
-    return full, found
-
-
-def backend_of(policy: str) -> str:
-    """The fastest there is; where there are centroids the reference, with which `trace` can follow them."""
-    return "reference" if policies.get(policy).correction == "centroids" else "auto"
-
-
 def page_of(
     text: Text,
     reading: Reading,
     options: argparse.Namespace,
     full: Full,
-    traces: Sequence[tuple[str, int, Trace, str]],
+    traces: Sequence[tuple[common.Cache, Trace, str]],
     tokenizer: Any,
 ) -> dict[str, Any]:
-    """What the page holds, see `page.html`."""
-    arrays, places = [], []
-    for _, _, one, _ in traces:
+    """What the page holds, see `view.html`.
+
+    Args: traces: of every cache, with the name of its correction.
+    """
+    arrays: list[Tensor] = []
+    caches: list[dict[str, Any]] = []
+    for cache, one, correction in traces:
         here = {"gone": one.gone, "error": coded(one.error), "centroid": one.centroid}
-        places.append([name for name, array in here.items() if array is not None])
+        places = {
+            name: None if array is None else len(arrays) + place for place, (name, array) in enumerate(here.items())
+        }
         arrays += [array for array in here.values() if array is not None]
-    numbers, starts = packed(arrays)
-    begins = iter(starts)
-    caches = []
-    for (policy, tokens, one, correction), names in zip(traces, places):
-        found = {name: next(begins) for name in names}
         caches.append(
             {
-                "policy": policy,
-                "budget": tokens,
+                "policy": cache.policy,
+                "budget": cache.budget,
                 "remembers": REMEMBERS[correction],
                 "kept": one.kept,
                 "bytes": one.nbytes,
                 "slot": one.slot,
                 "events": one.events,
                 "said": words(tokenizer, one.said),
-                "centroid": None,
-                **found,
+                **places,
             }
         )
+    numbers, starts = packed(arrays)
+    for shown in caches:
+        shown |= {name: None if shown[name] is None else starts[shown[name]] for name in ("gone", "error", "centroid")}
     block = "in one piece" if reading.block is None else f"in blocks of {reading.block} tokens"
-    first = traces[0][2]
+    first = traces[0][1]
     return {
         "model": Path(options.model).name,
         "text": text.name,
@@ -258,12 +199,11 @@ def page_of(
         "tokens": text.pieces,
         "first": text.first,
         "answer": text.answer if reading.steps >= text.answer else 0,
-        "sinks": SINKS,
-        "recent": RECENT,
+        **common.SHARES,
         "layers": first.layers,
         "heads": first.gone.shape[1],
         "bytes": full.nbytes,
-        "slots": traces[0][2].stored,
+        "slots": first.stored,
         "said": words(tokenizer, full.said),
         "policies": list(options.policies),
         "budgets": list(options.budgets),

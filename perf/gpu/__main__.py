@@ -9,8 +9,6 @@ error that breaks the device ends the run; what it would have said of later rows
 1 something failed, 3 the time was over.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -24,7 +22,7 @@ from ..environment import environment
 
 SECTIONS = {
     "device": "tickets, graphs, pages, syncs, a captured model",
-    "key": "copy; the default's decode step and its peers",
+    "key": "the default's decode step and its peers",
     "model": "steps of an 8B model",
     "prompt": "blocks of prompts, with flash-attn",
     "kernels": "the kernels' own tests",
@@ -35,7 +33,6 @@ SAID = {COMPLETE: "complete", FAILED: "something failed", LEFT: "not finished: c
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Command line."""
     parser = engine.command("perf.gpu", __doc__, minutes=9.0)
     sections = {"choices": tuple(SECTIONS), "default": tuple(SECTIONS), "metavar": "SECTION"}
     parser.add_argument("--only", nargs="+", **sections, help="some sections; see --list")

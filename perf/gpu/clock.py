@@ -18,8 +18,7 @@ from torch import Tensor
 from fastkv.reference import LayerState
 
 from ..engine import Row
-from ..micro.states import filled
-from .heads import Heads
+from ..micro.states import Heads, filled
 from .place import HALF, Place
 
 LAUNCHES = 100  # in one graph, if the buffers are small
@@ -27,10 +26,6 @@ MAX_PASSES = 5  # over the sets in one graph: a decode step appends this often b
 WARM, LEAST, MOST, SECONDS = 3, 10, 100, 0.25  # replays that are thrown away; samples; seconds spent on them
 COPY_BYTES = 1 << 30  # of each of the two buffers of the bandwidth measurement
 WORST = 2e-2  # relative error in half precision beyond which something is not what it should be
-
-
-def nothing() -> None:
-    """No state to restore."""
 
 
 @dataclass
@@ -46,7 +41,7 @@ class Work:
     launch: Callable[[int], Any]
     sets: int
     needed: int
-    reset: Callable[[], None] = nothing
+    reset: Callable[[], Any] = lambda: None
     once: bool = False
     error: float | None = None
 
@@ -72,27 +67,26 @@ class Case:
 
     @property
     def peer(self) -> bool:
-        """Whether it is somebody else's."""
         return not self.memory
 
     @property
+    def row(self) -> Row:
+        """The case as data."""
+        row = {"part": self.part, "op": self.op, "heads": self.heads.name, "batch": self.batch, "length": self.length}
+        return row | {"head_dim": self.heads.head_dim}
+
+    @property
     def name(self) -> str:
-        """Unique within the part."""
         return f"{self.op}[{self.heads.name}-B{self.batch}-L{self.length}]"
 
 
-def num_sets(place: Place, size: int, once: bool = False) -> int:
+def num_sets(place: Place, size: int) -> int:
     """Sets of `size` bytes to rotate: more than four of small ones, fewer only if four exceed half the memory."""
     if place.toy:
         return 1
     properties = place.cuda.get_device_properties(place.device)
-    wanted = max(20 if once and size < 2**28 else 4, -(-2 * properties.L2_cache_size // size))
+    wanted = max(4, -(-2 * properties.L2_cache_size // size))
     return max(2, min(wanted, 256, properties.total_memory // 2 // size))
-
-
-def passes(work: Work) -> int:
-    """How often one graph goes through all sets."""
-    return 1 if work.once else max(1, min(MAX_PASSES, -(-LAUNCHES // work.sets)))
 
 
 def record(place: Place, launches: Sequence[Callable[[], Any]], warm: Callable[[], Any]) -> Any:
@@ -112,23 +106,16 @@ def record(place: Place, launches: Sequence[Callable[[], Any]], warm: Callable[[
     return graph
 
 
-def recorded(work: Work, place: Place) -> tuple[Any, int]:
-    """A graph of a work's launches, and their number."""
+def samples(work: Work, place: Place) -> tuple[list[float], int]:
+    """Microseconds per launch, of so many replays of a graph, and how many launches it has; 2 of 2 ms in a dry run."""
 
     def warm() -> None:
         work.reset()
         work.launch(0)
 
-    order = [index for _ in range(1 if place.toy else passes(work)) for index in range(work.sets)]
-    return record(place, [partial(work.launch, index) for index in order], warm), len(order)
-
-
-def measure(work: Work, place: Place) -> Row:
-    """Microseconds per launch, and GB/s of the bytes needed.
-
-    Returns: median_us, p20_us, p80_us, gbps, samples, launches, sets; None instead of times in a dry run.
-    """
-    graph, launches = recorded(work, place)
+    passes = 1 if work.once or place.toy else max(1, min(MAX_PASSES, -(-LAUNCHES // work.sets)))
+    order = [index for _ in range(passes) for index in range(work.sets)]
+    graph = record(place, [partial(work.launch, index) for index in order], warm)
     start, end = (place.cuda.Event(enable_timing=True) for _ in range(2))
 
     def replay() -> float:
@@ -137,11 +124,19 @@ def measure(work: Work, place: Place) -> Row:
         graph.replay()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) * 1e3 / launches
+        return start.elapsed_time(end) * 1e3 / len(order)
 
     first = [replay() for _ in range(1 if place.toy else WARM)]
-    rounds = int(min(MOST, max(LEAST, SECONDS * 1e6 / (first[-1] * launches))))
-    times = [replay() for _ in range(2 if place.toy else rounds)]
+    rounds = int(min(MOST, max(LEAST, SECONDS * 1e6 / (first[-1] * len(order)))))
+    return [replay() for _ in range(2 if place.toy else rounds)], len(order)
+
+
+def measure(work: Work, place: Place) -> Row:
+    """Microseconds per launch, and GB/s of the bytes needed.
+
+    Returns: median_us, p20_us, p80_us, gbps, samples, launches, sets; None instead of times in a dry run.
+    """
+    times, launches = samples(work, place)
     cuts = statistics.quantiles(times, n=10, method="inclusive")
     row: Row = {"needed_bytes": work.needed, "sets": work.sets, "error": work.error}
     row |= {"samples": len(times), "launches": launches}

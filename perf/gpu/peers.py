@@ -5,8 +5,6 @@ the reason. FlashInfer (optional, 0.6.4) compiles on first use and needs nvcc; s
 timed beside the attention of as many tokens to themselves, which is less.
 """
 
-from __future__ import annotations
-
 import ctypes.util
 import importlib
 import importlib.util
@@ -24,9 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fastkv import reference
 
-from ..micro.states import SCALE
-from .clock import Case, Work, copy_work, nbytes, num_sets, randn, right
-from .heads import Heads
+from ..micro.states import SCALE, Heads
+from .clock import Case, Work, copy_work, nbytes, num_sets, randn, right, tokens
 from .place import HALF, FlashAttnStandIn, FlashInferStandIn, Place, forget_compiled, plain_attention
 
 PAGE = 16  # tokens of a FlashInfer page
@@ -137,9 +134,7 @@ def with_kvcache(case: Case, place: Place, name: str) -> Work:
 
 def prompt(place: Place, case: Case) -> list[Tensor]:
     """q [B, T, Hq, D], k and v [B, T, Hkv, D] of a block."""
-    heads = case.heads
-    sizes = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
-    return [randn(place, case.batch, case.length, size, heads.head_dim) for size in sizes]
+    return [part.transpose(1, 2).contiguous() for part in tokens(place, case.heads, case.batch, case.length)]
 
 
 def causal(case: Case, place: Place, name: str) -> Work:

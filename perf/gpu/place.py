@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .heads import Heads
+from ..micro.states import Heads
 
 HALF = torch.bfloat16  # what is timed
 
@@ -99,13 +99,12 @@ class FlashAttnStandIn:
     """Stands in for flash-attn: the calls that `perf.gpu.peers` makes, with their arguments."""
 
     def flash_attn_with_kvcache(
-        self, q: Tensor, keys: Tensor, values: Tensor, *, cache_seqlens: Tensor, softmax_scale: float
+        self, q: Tensor, keys: Tensor, values: Tensor, cache_seqlens: Tensor, softmax_scale: float
     ) -> Tensor:
         """Attention [B, 1, Hq, D] of q over all of keys, values [B, L, Hkv, D]."""
-        assert len(cache_seqlens) == len(q)
         return plain_attention(q[:, 0], keys.transpose(1, 2), values.transpose(1, 2), softmax_scale)[:, None]
 
-    def flash_attn_func(self, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool) -> Tensor:
+    def flash_attn_func(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> Tensor:
         """Attention [B, T, Hq, D] of a block to itself."""
         q, k, v = (rows.transpose(1, 2) for rows in (q, k, v))
         how = {"scale": softmax_scale, "is_causal": causal, "enable_gqa": True}
@@ -113,18 +112,12 @@ class FlashAttnStandIn:
 
 
 class FlashInferStandIn:
-    """Stands in for the package: the calls that `perf.gpu.peers` makes, with their arguments."""
+    """Stands in for the package and for its wrapper: the calls that `perf.gpu.peers` makes."""
 
-    def __init__(self, room: Tensor | None = None, layout: str = "NHD", use_tensor_cores: bool = False) -> None:
-        self.scale = 1.0
+    def BatchDecodeWithPagedKVCacheWrapper(self, room: Tensor, layout: str, use_tensor_cores: bool) -> Any:
+        return self
 
-    BatchDecodeWithPagedKVCacheWrapper = property(lambda self: FlashInferStandIn)
-
-    def plan(
-        self, start: Tensor, index: Tensor, last: Tensor, heads: int, num_kv_heads: int, head_dim: int, page: int,
-        *, sm_scale: float, q_data_type: torch.dtype, kv_data_type: torch.dtype,
-    ) -> None:  # fmt: skip
-        """Remember the scale."""
+    def plan(self, *pages: Any, sm_scale: float, q_data_type: torch.dtype, kv_data_type: torch.dtype) -> None:
         self.scale = sm_scale
 
     def run(self, q: Tensor, paged: tuple[Tensor, Tensor]) -> Tensor:

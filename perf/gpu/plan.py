@@ -4,8 +4,6 @@ What answers most comes first: a run that is stopped anywhere has measured what 
 are for an H200 with 16 cores.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,12 +12,12 @@ from typing import Any
 
 from .. import engine
 from ..engine import Job, Row, source
+from ..micro.states import GEMMA, LLAMA, Heads
 from ..speed.cases import Case as Whole
 from ..speed.cases import toy
 from ..speed.worker import measure as measure_model
 from . import checks, timings
 from .clock import Case
-from .heads import GEMMA, LLAMA, Heads
 from .place import Place
 
 FILES = ("gpu_checks", "gpu_timings", "gpu_model")
@@ -37,17 +35,17 @@ def planned(place: Place) -> dict[str, list[Job]]:
     def timed(cases: list[Case]) -> list[Job]:
         return [timing(place, case) for case in cases]
 
-    steps, served = partial(of_steps, place), partial(of_serving, place)
+    steps = partial(of_steps, place)
     first, *others = checks.KINDS
     captured = [steps(family, kind, "captured") for kind in checks.KINDS for family in checks.FAMILIES]
     compiled = [*(steps("llama", kind, "compiled") for kind in others), steps("gemma-3", first, "compiled")]
     return {
-        "device": [*on(LLAMA), captured[0], steps("llama", first, "compiled"), served(first)],
+        "device": [*on(LLAMA), captured[0], steps("llama", first, "compiled")],
         "key": timed(timings.key_cases()),
         "model": [whole(place, case) for case in whole_cases()],
         "prompt": timed(timings.prompt_cases()),
         "kernels": [check(place, "kernels", {"op": "kernels"}, checks.check_kernels, 300.0)],
-        "steps": [*captured[1:], *compiled, *map(served, others)],
+        "steps": [*captured[1:], *compiled],
         "decode": [*on(GEMMA), *timed(timings.other_cases())],
     }
 
@@ -65,22 +63,16 @@ def check(place: Place, name: str, case: Row, found: Callable[..., Any], seconds
 
 def of_heads(place: Place, heads: Heads, name: str, correction: str) -> Job:
     """Of the decode step, on a device."""
-    case, (found, given) = {"op": name, "heads": heads.name, "correction": correction}, checks.PER_HEADS[name]
-    given, seconds = given | {"heads": place.heads(heads), "correction": correction}, 20.0 if name == "ticket" else 8.0
-    return check(place, f"{name}[{heads.name}-{correction}]", case, found, seconds, **given)
+    case, seconds = {"op": name, "heads": heads.name, "correction": correction}, 20.0 if name == "ticket" else 8.0
+    given = {"heads": place.heads(heads), "correction": correction}
+    return check(place, f"{name}[{heads.name}-{correction}]", case, checks.PER_HEADS[name], seconds, **given)
 
 
-def of_steps(place: Place, family: str, kind: checks.Kind, how: str) -> Job:
+def of_steps(place: Place, family: str, kind: tuple[str, str, str], how: str) -> Job:
     """Of whole steps of one model, captured or compiled."""
-    case, seconds = {"op": how, "family": family, "kind": kind.name}, 40.0 if how == "compiled" else 10.0
+    case, seconds = {"op": how, "family": family, "kind": "-".join(kind)}, 40.0 if how == "compiled" else 10.0
     given = {"family": family, "kind": kind, "how": how}
-    return check(place, f"{how}[{family}-{kind.name}]", case, checks.check_steps, seconds, **given)
-
-
-def of_serving(place: Place, kind: checks.Kind) -> Job:
-    """Of a layer of a serving engine."""
-    case, heads = {"op": "served", "heads": LLAMA.name, "kind": kind.name}, place.heads(LLAMA)
-    return check(place, f"served[{kind.name}]", case, checks.check_served, 10.0, heads=heads, kind=kind)
+    return check(place, f"{how}[{family}-{case['kind']}]", case, checks.check_steps, seconds, **given)
 
 
 def whole_cases() -> list[Whole]:
@@ -102,7 +94,7 @@ def whole(place: Place, case: Whole) -> Job:
         return measure_model(toy(case)) if place.toy else engine.in_process("perf.speed.worker", asdict(case))
 
     needs = [f"{name}[{LLAMA.name}-centroids]" for name in checks.PER_HEADS]
-    needs += [f"{case.step}[llama-{checks.KINDS[0].name}]"]
+    needs += [f"{case.step}[llama-{'-'.join(checks.KINDS[0])}]"]
     peer, seconds = case.contender != "fastkv", CONTENDERS[case.contender, case.step]
     told = {"optional": peer, "needs": () if peer else tuple(needs), "seconds": seconds, "file": "gpu_model"}
     return Job(case.name, {"part": "model", **case.as_row()}, run, code_of(measure_model), **told)
@@ -112,4 +104,4 @@ def timing(place: Place, case: Case) -> Job:
     """Of one decode step: fastkv's waits for the checks on its heads."""
     needs = [f"{name}[{case.heads.name}-{case.memory}]" for name in checks.PER_HEADS] if case.memory else []
     told = {"optional": case.peer, "needs": tuple(needs), "seconds": case.seconds, "file": "gpu_timings"}
-    return Job(case.name, timings.row_of(case), partial(timings.run, case, place), code_of(case.build), **told)
+    return Job(case.name, case.row, partial(timings.run, case, place), code_of(case.build), **told)

@@ -5,13 +5,12 @@ Each is compared with the reference at its own shape before it is timed. Every o
 which replays CUDA graphs on a GPU, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -25,9 +24,9 @@ from fastkv.reference import FORMATS, LayerState
 
 from ..engine import Row, Unmeasured
 from ..micro import states
+from ..micro.states import GEMMA, LLAMA, Heads
 from .checks import CRASHES, still_there
 from .clock import COPY_BYTES, MAX_PASSES, Case, Work, copy_work, layer, measure, nbytes, num_sets, right, token
-from .heads import GEMMA, LLAMA, Heads
 from .peers import CAUSAL, PEERS, Builder, prompt
 from .place import HALF, Place
 
@@ -41,23 +40,17 @@ OTHERS = ((1, 512), (128, 1024), (1, 128), (128, 4096))
 SHARES = (0.4, 0.5, 0.6, 0.8, 1.0, 1.2, 1.5, 2.0)  # tokens of each KV head, unequal as calibrated heads are
 
 
-def decode(
-    case: Case, place: Place, correction: str, attention: bool = False, slots: str = "model",
-    shares: Sequence[float] | None = None, pages: bool = False,
-) -> Work:  # fmt: skip
+def decode(case: Case, place: Place, correction: str, pages: bool = False, **kept: Any) -> Work:
     """One step, append included; lengths grow by one per launch and are restored between replays.
 
-    Args: attention: whether the attention of each slot is added up, as the default policy needs it.  slots: how pairs
-        are stored.  shares: of the tokens of each head, of which fewer heads take some.  pages: whether sequences live
-        in pages, in another order than in the batch.
+    Args: pages: whether sequences live in pages, in another order than in the batch.  kept: of layers, as in
+        `micro.states.filled`; of `shares` fewer heads take some.
     """
     heads, batch, length = case.heads, case.batch, case.length
-    own = None if shares is None else shares[:: len(shares) // heads.num_kv_heads]
-    kept = dict(free=FREE, attention=attention, slots=slots, shares=own)
-    new, spec = (
-        partial(layer, place, heads, batch, length, correction, **kept),
-        states.spec(correction, 0, place.backend),
-    )
+    if "shares" in kept:
+        kept["shares"] = kept["shares"][:: len(kept["shares"]) // heads.num_kv_heads]
+    new = partial(layer, place, heads, batch, length, correction, free=FREE, **kept)
+    spec = states.spec(correction, 0, place.backend)
     needed = needed_bytes(new(), heads, length)
     held = [in_pages(new()) if pages else new() for _ in range(num_sets(place, needed))]
     scratch = ops.workspace(heads.num_heads, held[0], spec)
@@ -120,11 +113,6 @@ def block(case: Case, place: Place, flash: bool) -> Work:
     return Work(launch, len(cells), needed, error=error)
 
 
-def copy(case: Case, place: Place) -> Work:
-    """The bandwidth ceiling: one large copy."""
-    return copy_work(place, 1024 if place.toy else COPY_BYTES, 2)
-
-
 def default(**options: object) -> tuple[str, Builder]:
     """The default's step, with other slots than it has."""
     return "centroids", partial(decode, correction="centroids", attention=True, **options)
@@ -158,8 +146,8 @@ def decode_cases(
 
 
 def key_cases() -> list[Case]:
-    """The bandwidth of a copy; then at six shapes the default's step beside everybody else."""
-    return [Case("copy", "copy 1 GiB", LLAMA, 1, 0, copy, seconds=2.0), *decode_cases(LLAMA, KEY, [DEFAULT], [*PEERS])]
+    """At six shapes the default's step beside everybody else."""
+    return decode_cases(LLAMA, KEY, [DEFAULT], [*PEERS])
 
 
 def prompt_cases() -> list[Case]:
@@ -179,20 +167,15 @@ def other_cases() -> list[Case]:
     return found + [one for shape in OTHERS for h in (LLAMA, GEMMA) for one in decode_cases(h, [shape], [DEFAULT], few)]
 
 
-def sized(case: Case, place: Place) -> Case:
-    """The case, or in a dry run a tiny one in its place."""
-    if not place.toy:
-        return case
-    length = min(case.length, TOY_LENGTH)
-    return replace(case, heads=place.heads(case.heads), batch=min(case.batch, 2), length=length)
-
-
 def run(case: Case, place: Place) -> Row:
-    """A row. What crashes leaves its reason; a peer may, anything else has then failed."""
+    """A row. What crashes leaves its reason; a peer may, anything else has then failed. A dry run is of a tiny case."""
     torch.manual_seed(0)
+    if place.toy:
+        small = {"batch": min(case.batch, 2), "length": min(case.length, TOY_LENGTH)}
+        case = replace(case, heads=place.heads(case.heads), **small)
     try:
         with torch.no_grad(), place.stance:
-            work = case.build(sized(case, place), place)
+            work = case.build(case, place)
             work.launch(0)  # compile
             work.reset()
             row = measure(work, place)
@@ -203,13 +186,6 @@ def run(case: Case, place: Place) -> Row:
     place.cuda.empty_cache()
     share = row["gbps"] / ceiling(place) if row["gbps"] else None
     return row | {"copy_gbps": ceiling(place), "of_copy": share}
-
-
-def row_of(case: Case) -> Row:
-    """A case as data."""
-    heads = case.heads
-    row = {"part": case.part, "op": case.op, "heads": heads.name, "batch": case.batch, "length": case.length}
-    return row | {"head_dim": heads.head_dim}
 
 
 @cache

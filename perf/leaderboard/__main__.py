@@ -7,15 +7,11 @@ python -m perf.leaderboard --tables "" --times   # reading and steps, on a quiet
 python -m perf.leaderboard --tables "" --kvpress-python PATH   # kvpress on the same texts, in an environment of its own
 """
 
-from __future__ import annotations
-
 import argparse
-import json
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import count, groupby, product
 from typing import Any
 
 import torch
@@ -23,11 +19,12 @@ import torch
 from fastkv import policies
 from fastkv.lab import facts
 from fastkv.lab.pretrained import load, place
+from perf.engine import ROOT
 from perf.environment import environment
 
 from . import measure, onward, page, samples, times
+from .cells import Cell, add, missing
 
-ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "perf" / "results" / "leaderboard"
 KEEPS = (0.5, 0.25, 0.125, 0.0625)
 FITTED = ("duoattention", "triattention")  # need a file fitted to the model
@@ -37,8 +34,6 @@ SOME = tuple(
     "streaming".split()
 )
 TWICE = tuple(name for name in ALL if policies.get(name).second_reading)
-
-
 FEW = ("fastkv", "fastkv-reread", "momentkv", "compactor", "kvzip", "streaming")
 ONWARD = ("fastkv", "momentkv", "compactor", "streaming")
 ONCE = tuple(name for name in FEW if name not in TWICE)
@@ -89,20 +84,10 @@ TABLES = {
     "later_1024": Table("1,024 tokens, compressed before the question", length=1024),
     "later_4096": Table("4,096 tokens, compressed before the question", FEW, length=4096),
     "later_8000": Table("8,000 tokens, compressed before the question", ("fastkv", "streaming"), length=8000),
-    "ruler_2048": Table("2,048 tokens of RULER's retrieval tasks", FEW, texts=42, sample=samples.retrieval),
+    "ruler_2048": Table("2,048 tokens of RULER's retrieval tasks", FEW, (0.125,), 42, sample=samples.retrieval),
     "onward_2048": Table("2,000 tokens after a prompt of 2,048", ONWARD, (0.125,), 2, question="none"),
 }
 QUICK = 2  # texts, of the first table in its narrow columns
-
-
-def done(file: Path) -> set[tuple[Any, ...]]:
-    """The cells that a file holds; a line that was cut short when it was written is taken away."""
-    if not file.is_file():
-        return set()
-    text = file.read_text()
-    if not text.endswith("\n"):
-        file.write_text(text[: text.rfind("\n") + 1])
-    return {(row["seed"], row["part"], row["policy"], row["keep"]) for row in page.rows_of(file)}
 
 
 def texts_of(table: Table, model: Any, tokenizer: Any, seed: int) -> Iterator[Any]:
@@ -129,34 +114,29 @@ def run(
     names: Sequence[str], model: Any, tokenizer: Any, seeds: range, keeps: tuple[float, ...], told: dict[str, Any]
 ) -> None:
     """Measure the cells that the files of some tables lack; tables of the same texts share each reading."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    files = {name: RESULTS / f"{name}.jsonl" for name in names}
-    left: dict[int, list[tuple[str, tuple[Any, ...]]]] = {}  # by seed: table, and (part, policy, keep)
+    left: list[tuple[str, Cell]] = []
     for name in names:
-        table, have = TABLES[name], done(files[name])
-        cells = [(policy, keep) for policy in table.names for keep in table.keeps if keep in keeps]
-        for seed in seeds[: max(table.texts - seeds.start, 0)]:
-            wanted = [(part, *cell) for part in range(table.parts) for cell in cells]
-            left.setdefault(seed, []).extend((name, one) for one in wanted if (seed, *one) not in have)
-    total, begun, made = sum(map(len, left.values())), time.monotonic(), 0
-    for seed, waiting in left.items():
-        parts = {part for _, (part, *_) in waiting}
-        with torch.no_grad():
-            for part, text in enumerate(texts_of(TABLES[names[0]], model, tokenizer, seed) if parts else ()):
-                for name, (of, policy, keep) in waiting:
-                    if of != part:
-                        continue
-                    table = TABLES[name]
-                    if table.question == "none":
-                        found = onward.cell(model, text, policy, keep, table.settings)
-                    else:
-                        found = measure.cell(model, tokenizer, text, policy, keep, table.equal, table.settings)
-                    row = {"seed": seed, "part": part, "policy": policy, "keep": keep}
-                    with files[name].open("a") as out:
-                        out.write(json.dumps(row | found | told) + "\n")
-                    made += 1
-                    rest = (time.monotonic() - begun) / made * (total - made) / 60
-                    print(f"{name} {seed}: {made}/{total} cells, some {rest:.0f} min left", flush=True)
+        table = TABLES[name]
+        of = {"seed": seeds[: max(table.texts - seeds.start, 0)], "part": range(table.parts), "policy": table.names}
+        every = product(*of.values(), (keep for keep in table.keeps if keep in keeps))
+        cells = missing(RESULTS / f"{name}.jsonl", (dict(zip((*of, "keep"), one)) for one in every))
+        left += [(name, cell) for cell in cells]
+    left.sort(key=lambda one: one[1]["seed"])
+    done = count(1)
+    for seed, waiting in groupby(left, lambda one: one[1]["seed"]):
+        waiting = list(waiting)
+        for part, text in enumerate(texts_of(TABLES[names[0]], model, tokenizer, seed)):
+            for name, cell in waiting:
+                if cell["part"] == part:
+                    found = measured(TABLES[name], model, tokenizer, text, cell["policy"], cell["keep"])
+                    add(RESULTS / f"{name}.jsonl", cell | found | told)
+                    print(f"{name} {seed}: {next(done)}/{len(left)} cells", flush=True)
+
+
+def measured(table: Table, model: Any, tokenizer: Any, text: Any, policy: str, keep: float) -> dict[str, Any]:
+    if table.question == "none":
+        return onward.cell(model, text, policy, keep, table.settings)
+    return measure.cell(model, tokenizer, text, policy, keep, table.equal, table.settings)
 
 
 def clock(model: Any, tokenizer: Any, told: dict[str, Any], python: str | None = None, where: str = "") -> None:
@@ -164,7 +144,9 @@ def clock(model: Any, tokenizer: Any, told: dict[str, Any], python: str | None =
     found = list(times.rows(model, tokenizer, ALL, python, where))
     heads = list(times.head_steps(model, tokenizer))
     for name, rows in ((page.TIMES, found), (page.HEADS, heads)):
-        (RESULTS / f"{name}.jsonl").write_text("".join(json.dumps(row | told) + "\n" for row in rows))
+        file = RESULTS / f"{name}.jsonl"
+        file.unlink(missing_ok=True)
+        add(file, *(row | told for row in rows))
 
 
 def beside_kvpress(model: Any, tokenizer: Any, where: str, python: str, told: dict[str, Any]) -> None:
@@ -175,38 +157,27 @@ def beside_kvpress(model: Any, tokenizer: Any, where: str, python: str, told: di
         samples = [facts.sample(tokenizer, 2048, seed, both=True) for seed in range(page.BESIDE)]
         read = [measure.given(measure.read(model, tokenizer, one), seed, told) for seed, one in enumerate(samples)]
         torch.save(read, texts)
-    worker, out = Path(__file__).parent / "presses.py", RESULTS / f"{page.KVPRESS}.jsonl"
-    subprocess.run([python, worker, texts, out, where], check=True)
-
-
-def shares_of(words: str) -> tuple[float, ...]:
-    """Shares of the bytes as on the command line."""
-    return tuple(map(float, words.split(",")))
+    command = [python, "-m", "perf.leaderboard.presses", texts, RESULTS / f"{page.KVPRESS}.jsonl", where]
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m perf.leaderboard", description=__doc__.split("\n")[0])
     parser.epilog = "example: python -m perf.leaderboard --tables later_2048 --quick"
-    parser.add_argument(
-        "--tables", metavar="NAME,...", help="which; by default all, or none beside --times and --kvpress-python"
-    )
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK} texts in the first table")
-    parser.add_argument("--texts", type=int, default=99, metavar="N", help="texts of a table at most")
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="text to begin with, for a second process")
-    shares = ",".join(map(str, KEEPS))
-    parser.add_argument(
-        "--keeps", type=shares_of, default=KEEPS, metavar="SHARE,...", help=f"of {shares}, all by default"
-    )
-    parser.add_argument("--times", action="store_true", help="how long policies read and step, some 6 quiet minutes")
-    parser.add_argument("--page", action="store_true", help="measure nothing, write docs/results.md")
-    parser.add_argument(
-        "--kvpress-python", metavar="PATH", help="interpreter of an environment with kvpress, to try it"
-    )
-    parser.add_argument("--model", default="smollm2", help="smollm2, a directory or a GGUF file")
+    option, shares = parser.add_argument, ",".join(map(str, KEEPS))
+    option("--tables", metavar="NAME,...", help="which; by default all, or none beside --times and --kvpress-python")
+    option("--quick", action="store_true", help=f"{QUICK} texts in the first table")
+    option("--texts", type=int, default=99, metavar="N", help="texts of a table at most")
+    option("--first", type=int, default=0, metavar="N", help="text to begin with, for a second process")
+    option("--keeps", default=shares, metavar="SHARE,...", help=f"of {shares}, all by default")
+    option("--times", action="store_true", help="how long policies read and step, some 6 quiet minutes")
+    option("--page", action="store_true", help="measure nothing, write docs/results.md")
+    option("--kvpress-python", metavar="PATH", help="interpreter of an environment with kvpress, to try it")
+    option("--model", default="smollm2", help="smollm2, a directory or a GGUF file")
     options = parser.parse_args()
+    keeps = tuple(map(float, options.keeps.split(",")))
     if options.quick:
-        options.tables, options.texts, options.keeps = next(iter(TABLES)), QUICK, NARROW
+        options.tables, options.texts, keeps = next(iter(TABLES)), QUICK, NARROW
     alone = options.times or options.kvpress_python
     names = options.tables.split(",") if options.tables else [] if alone else list(TABLES)
     unknown = [name for name in names if name not in TABLES]
@@ -214,10 +185,11 @@ def main() -> None:
         parser.error(f"unknown table {unknown[0]}; there are {', '.join(TABLES)}")
     if not options.page:
         model, tokenizer = load(options.model)
-        told = {key: value for key, value in environment().items() if key in ("commit", "torch", "transformers", "cpu")}
+        told = {name: value for name, value in environment().items() if name in measure.TOLD}
         texts = range(options.first, min(options.texts, max(table.texts for table in TABLES.values())))
-        for same in groups(names):
-            run(same, model, tokenizer, texts, options.keeps, told | {"model": options.model})
+        with torch.no_grad():
+            for same in groups(names):
+                run(same, model, tokenizer, texts, keeps, told | {"model": options.model})
         if options.times:
             clock(model, tokenizer, told, options.kvpress_python, place(options.model)[0])
         elif options.kvpress_python:

@@ -4,11 +4,9 @@ Each policy compresses the same texts with heads that are alike and with heads t
 divergence of the text that goes on is compared. What is measured stays: killed, it goes on where it was.
 """
 
-from __future__ import annotations
-
 import argparse
-import json
-from itertools import product
+from itertools import groupby, product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,14 @@ from transformers import DynamicCache
 from fastkv import Budget, FastKVCache, patched, unpatch
 from fastkv.lab import facts
 from fastkv.lab.pretrained import load
+from perf.engine import ROOT
 from perf.environment import environment
 
-from .measure import kl
+from .cells import add, missing
+from .measure import TOLD, kl
 from .times import HEADS
 
-RESULTS = Path(__file__).parents[2] / "perf" / "results" / "leaderboard" / "another"
+RESULTS = ROOT / "perf" / "results" / "leaderboard" / "another"
 LENGTH, KEEPS = 2048, (0.25, 0.125)
 NAMES = "keydiff compactor snapkv expected-attention kvzip fastkv".split()
 
@@ -42,29 +42,23 @@ def run(name: str, texts: int) -> None:
     Each cache reads for itself: a reading that is shared needs layers that are all compressed.
     """
     model, tokenizer = load(name)
-    told = {key: value for key, value in environment().items() if key in ("commit", "torch", "transformers", "cpu")}
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    file = RESULTS / f"{Path(name).stem}.jsonl"
-    have = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    for seed in range(texts):
+    told = {key: value for key, value in environment().items() if key in TOLD}
+    file, keys = RESULTS / f"{Path(name).stem}.jsonl", ("seed", "policy", "keep", "heads")
+    wanted = missing(file, (dict(zip(keys, one)) for one in product(range(texts), NAMES, KEEPS, HEADS)))
+    for seed, cells in groupby(wanted, itemgetter("seed")):
         sample = facts.sample(tokenizer, LENGTH, seed)
-        full = None
-        for policy, keep, heads in product(NAMES, KEEPS, HEADS):
-            key = {"seed": seed, "policy": policy, "keep": keep, "heads": heads}
-            if any(key.items() <= row.items() for row in have):
-                continue
-            if full is None:
-                full = along(model, sample, DynamicCache(config=unpatch(model).config))
-            with patched(model, policy, Budget(keep=keep, heads=heads), slots="model"):
+        full = along(model, sample, DynamicCache(config=unpatch(model).config))
+        for cell in cells:
+            with patched(model, cell["policy"], Budget(keep=cell["keep"], heads=cell["heads"]), slots="model"):
                 cache = FastKVCache(model)
                 found = {"text_kl": kl(full, along(model, sample, cache)).mean().item(), "nbytes": cache.nbytes()}
-            with file.open("a") as out:
-                out.write(json.dumps(key | found | told) + "\n")
-            print(f"text {seed + 1} of {texts}: {policy}, {keep:g}, {heads}: {found['text_kl']:.3f}", flush=True)
+            add(file, cell | found | told)
+            print(
+                f"text {seed + 1} of {texts}: {', '.join(map(str, cell.values()))}: {found['text_kl']:.3f}", flush=True
+            )
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m perf.leaderboard.another", description=__doc__.split("\n")[0])
     parser.epilog = "example: python -m perf.leaderboard.another gemma-3-270m-q4_k_m.gguf"
     parser.add_argument("model", help="a directory or a GGUF file")

@@ -1,7 +1,5 @@
 """Texts that go on for 2,000 tokens after a prompt, token by token: how far the next ones are from the full cache's."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any

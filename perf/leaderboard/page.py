@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -12,15 +11,16 @@ from statistics import mean
 from typing import TYPE_CHECKING
 
 from fastkv import policies
-from perf.tables import Row, chosen, plt, table, write_section
-from perf.tables import page as filled
+from fastkv.lab import common
+from perf.engine import ROOT
+from perf.tables import Row, chosen, filled, table, write_section
 
 from . import another, onward, times
+from .cells import rows_of
 
 if TYPE_CHECKING:
     from .__main__ import Table
 
-ROOT = Path(__file__).parents[2]
 MARK, END = "<!-- results: written by `make report`, do not edit -->", "<!-- results: end -->"
 README = ROOT / "README.md"
 PAGE, PICTURE = ROOT / "docs" / "results.md", ROOT / "docs" / "pictures" / "results.png"
@@ -29,19 +29,11 @@ KVPRESS, BESIDE = "kvpress_2048", 6  # its table, and texts of it
 OURS, DEFAULT = "bfloat16_2048", "later_2048"  # beside it
 MINE = ("fastkv", "fastkv-reread", "kvzip")  # policies beside it
 LEAST = 30  # answerable questions of a cell that is published
-GONE = ("grkv",)
 LINK = ("policy", "class", "paper")  # the columns of a link
 DRAWN = ("fastkv", "fastkv-reread", "kvzip", "momentkv", "compactor", "keydiff", "snapkv", "streaming")
 
 
-def rows_of(file: Path) -> list[Row]:
-    """The cells in a file, without those of policies that are gone."""
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    return [row for row in rows if row.get("policy") not in GONE]
-
-
 def removed(keep: float) -> str:
-    """What is gone where that share stays."""
     return f"{100 * (1 - keep):g} %"
 
 
@@ -131,8 +123,8 @@ def write(results: Path, tables: Mapping[str, Table]) -> None:
                 show(whole, columns, f"{texts} questions or more; {where_of(whole)}")
     facts = {"tables": shown, "onward": ahead, "missing": missing, "least": LEAST, "times": times}
     facts["others"] = [on_another_model(file) for file in sorted((results / another.RESULTS.name).glob("*.jsonl"))]
-    text = filled(Path(__file__).with_suffix(".jinja"), **facts, **clocked(results), kvpress=beside_kvpress(results))
-    PAGE.write_text(text)
+    facts |= clocked(results) | {"kvpress": beside_kvpress(results)}
+    PAGE.write_text(filled(Path(__file__).with_suffix(".jinja").read_text(), **facts) + "\n")
 
 
 def going_on(rows: list[Row], of: Table, keep: float) -> Row:
@@ -209,7 +201,8 @@ def beside_kvpress(results: Path) -> Row:
 
 def show(rows: list[Row], keeps: list[float], where: str) -> None:
     """The table in README, and the picture: right answers and KL of the answers of a few policies by share of bytes."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), dpi=110)
+    figure = common.figure(9, 3.6)
+    left, right = figure.subplots(1, 2)
     lines, shares = [], [100 * keep for keep in keeps]
     for name in DRAWN:
         told = [scores(chosen(rows, policy=name, keep=keep)) for keep in keeps]
@@ -228,9 +221,7 @@ def show(rows: list[Row], keeps: list[float], where: str) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(shares, [f"{share:g}" for share in shares])
         axes.set_xlabel("% of the full cache's bytes")
-        axes.spines[["top", "right"]].set_visible(False)
+        common.finish(axes)
     right.legend(frameon=False, fontsize=8)
-    figure.tight_layout()
     PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(PICTURE)
-    plt.close(figure)
+    figure.savefig(PICTURE, dpi=110)

@@ -1,14 +1,12 @@
 """kvpress on texts that the leaderboard has read: run in an environment with kvpress and without fastkv.
 
-    PATH/python perf/leaderboard/presses.py TEXTS OUT MODEL
-    PATH/python perf/leaderboard/presses.py TIMES MODEL
+    PATH/python -m perf.leaderboard.presses TEXTS OUT MODEL
+    PATH/python -m perf.leaderboard.presses TIMES MODEL
 
 TEXTS is what `measure.given` made, MODEL a directory, OUT gets a line for each text, press and share. A press
 compresses a text while it reads it. Its cache then answers each question alone, at the positions of a cache that lost
 nothing. TIMES holds tokens [1, N] to read to an eighth; what is timed is asked line by line, see `times`.
 """
-
-from __future__ import annotations
 
 import json
 import statistics
@@ -16,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,41 +23,33 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from .cells import add, missing
+
 NEW = 24  # tokens of an answer at most
 KEEPS = (0.25, 0.125)
-EXPECTED = kvpress.ExpectedAttentionPress
 
 
-def _ada(inner: Callable[..., Any]) -> Callable[[float], Any]:
-    return lambda ratio: kvpress.AdaKVPress(inner(compression_ratio=ratio))
+def _of(kind: Callable[..., Any], **how: Any) -> Callable[[float], Any]:
+    return lambda ratio: kind(compression_ratio=ratio, **how)
 
 
-def _alone(kind: Callable[..., Any]) -> Callable[[float], Any]:
-    return lambda ratio: kind(compression_ratio=ratio)
+def _ada(kind: Callable[..., Any], **how: Any) -> Callable[[float], Any]:
+    return lambda ratio: kvpress.AdaKVPress(kind(compression_ratio=ratio, **how))
 
 
+ALONE = (
+    "KVzipPress", "KVgradPress", "ExpectedAttentionPress", "SnapKVPress", "KeyDiffPress", "CompactorPress",
+    "LeverageScorePress", "NonCausalAttnPress", "TOVAPress", "PyramidKVPress", "LagKVPress", "StreamingLLMPress",
+    "KnormPress",
+)  # fmt: skip
 PRESSES: dict[str, Callable[[float], Any]] = {
-    "KVzipPress": _alone(kvpress.KVzipPress),
-    "KVzipPress(kvzip_plus_normalization=True)": _alone(partial(kvpress.KVzipPress, kvzip_plus_normalization=True)),
-    "KVgradPress": _alone(kvpress.KVgradPress),
-    "AdaKVPress(ExpectedAttentionPress)": _ada(lambda **how: EXPECTED(epsilon=1e-2, **how)),
-    "ExpectedAttentionPress": _alone(EXPECTED),
-    "CriticalAdaKVPress(SnapKVPress)": lambda ratio: kvpress.CriticalAdaKVPress(kvpress.SnapKVPress(ratio)),
+    **{name: _of(getattr(kvpress, name)) for name in ALONE},
+    "KVzipPress(kvzip_plus_normalization=True)": _of(kvpress.KVzipPress, kvzip_plus_normalization=True),
+    "AdaKVPress(ExpectedAttentionPress)": _ada(kvpress.ExpectedAttentionPress, epsilon=1e-2),
     "AdaKVPress(SnapKVPress)": _ada(kvpress.SnapKVPress),
-    "SnapKVPress": _alone(kvpress.SnapKVPress),
-    "KeyDiffPress": _alone(kvpress.KeyDiffPress),
-    "CompactorPress": _alone(kvpress.CompactorPress),
     "AdaKVPress(CompactorPress)": _ada(kvpress.CompactorPress),
-    "LeverageScorePress": _alone(kvpress.LeverageScorePress),
-    "NonCausalAttnPress": _alone(kvpress.NonCausalAttnPress),
-    "TOVAPress": _alone(kvpress.TOVAPress),
-    "PyramidKVPress": _alone(kvpress.PyramidKVPress),
-    "LagKVPress": _alone(kvpress.LagKVPress),
-    "StreamingLLMPress": _alone(kvpress.StreamingLLMPress),
-    "KnormPress": _alone(kvpress.KnormPress),
+    "CriticalAdaKVPress(SnapKVPress)": lambda ratio: kvpress.CriticalAdaKVPress(kvpress.SnapKVPress(ratio)),
 }
-
-
 TIMED = ("KeyDiffPress", "KnormPress", "StreamingLLMPress", "SnapKVPress", "ExpectedAttentionPress", "CompactorPress")
 STEPS = 4
 
@@ -86,7 +75,6 @@ class Compressed:
         return found[0].float()
 
     def forget(self) -> None:
-        """Drop what came after the text."""
         for layer, size in zip(self.cache.layers, self.sizes):
             layer.keys, layer.values = layer.keys[:, :, :size], layer.values[:, :, :size]
 
@@ -109,9 +97,7 @@ def divergence(full: Tensor, logits: Tensor) -> float:
 def cell(model: Any, tokenizer: Any, text: dict[str, Any], press: Any) -> dict[str, Any]:
     """As `measure.cell`."""
     torch.manual_seed(0)  # of Compactor's sketches
-    begun = time.perf_counter()
-    cache = Compressed(model, text["prefix"], press)
-    seconds, right, apart = time.perf_counter() - begun, 0, []
+    cache, right, apart = Compressed(model, text["prefix"], press), 0, []
     for one in text["answers"]:
         right += plain(one["answer"]) in plain(cache.reply(one["ids"], tokenizer, one["answer"]))
         logits = cache.logits(one["ids"] + one["said"][:-1])
@@ -119,11 +105,10 @@ def cell(model: Any, tokenizer: Any, text: dict[str, Any], press: Any) -> dict[s
         cache.forget()
     text_kl = divergence(text["next"], cache.logits(text["continuation"]))
     asked = len(apart)
-    return {"asked": asked, "right": right, "answer_kl": sum(apart) / asked, "text_kl": text_kl, "read_s": seconds}
+    return {"asked": asked, "right": right, "answer_kl": sum(apart) / asked, "text_kl": text_kl}
 
 
 def loaded(where: str) -> Any:
-    """The model of a directory."""
     return AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
@@ -154,19 +139,14 @@ def times(tokens: str, where: str) -> None:
 def main(texts: str, out: str, where: str) -> None:
     """Measure what `out` lacks."""
     model, tokenizer = loaded(where), AutoTokenizer.from_pretrained(where)
-    file = Path(out)
-    have = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    file, keys = Path(out), ("seed", "part", "policy", "keep")
     told = {name: version(name) for name in ("kvpress", "torch", "transformers")}
-    wanted = [(name, keep) for name in PRESSES for keep in KEEPS]
     for text in torch.load(texts):
-        for name, keep in wanted:
-            key = {"seed": text["seed"], "part": 0, "policy": name, "keep": keep}
-            if any(key.items() <= row.items() for row in have):
-                continue
-            row = key | cell(model, tokenizer, text, PRESSES[name](1 - keep)) | told | text["told"]
-            with file.open("a") as lines:
-                lines.write(json.dumps(row) + "\n")
-            print(f"text {text['seed']}: {name}, {keep:g} of the tokens: {row['right']}/{row['asked']}", flush=True)
+        every = ((text["seed"], 0, name, keep) for name in PRESSES for keep in KEEPS)
+        for key in missing(file, (dict(zip(keys, one)) for one in every)):
+            row = key | cell(model, tokenizer, text, PRESSES[key["policy"]](1 - key["keep"])) | told | text["told"]
+            add(file, row)
+            print(f"text {row['seed']}: {row['policy']}, {row['keep']:g}: {row['right']}/{row['asked']}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """RULER's tasks that SmolLM2 can do, as texts with questions like `facts.sample`'s."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """How long reading a whole prompt and a step after it take, under each policy and with the full cache."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess
@@ -10,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +16,7 @@ from torch import Tensor
 from fastkv import Budget, FastKVCache, patched, policies, unpatch
 from fastkv.integrations.transformers.stock import CACHE
 from fastkv.lab import facts
+from perf.engine import ROOT
 
 from .measure import tokens_of
 
@@ -96,8 +94,8 @@ class Presses:
     def __init__(self, python: str, ids: Tensor, where: str) -> None:
         self.tokens = tempfile.NamedTemporaryFile()
         torch.save(ids, self.tokens.name)
-        command = [python, str(Path(__file__).with_name("presses.py")), self.tokens.name, where]
-        self.worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [python, "-m", "perf.leaderboard.presses", self.tokens.name, where]
+        self.worker = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def turn(self, what: str) -> Iterator[tuple[str, float]]:
         """As `Ours.turn`."""

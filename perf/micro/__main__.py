@@ -7,8 +7,6 @@
 The machine should have nothing else to do: its load before and after stands in the file. Exit code: that of pytest.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,24 +1,25 @@
 """Where and how a benchmark is timed: on the CPU, and on a GPU where there is one; shapes of named models.
 
-The statistics are pytest-benchmark's own: of calls on a CPU, and on a GPU of launches inside a CUDA graph, which are
-divided out by the clock. On a CPU one thread computes: two wait for each other wherever anything else runs.
+The statistics are pytest-benchmark's own: of calls on a CPU, and on a GPU of launches inside a CUDA graph, see
+`perf.gpu.clock`. On a CPU one thread computes: two wait for each other wherever anything else runs.
 """
 
-from __future__ import annotations
-
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from fastkv import ops, reference
 from perf.environment import environment
-from perf.gpu.clock import Work, num_sets, recorded
-from perf.gpu.heads import GEMMA, LLAMA, Heads
+from perf.gpu.clock import Work, num_sets, relative_error, samples
 from perf.gpu.place import Place
+from perf.micro.states import GEMMA, LLAMA, RECENT, SINKS, Heads
 
 SECONDS = 0.2  # spent on the rounds of one benchmark
 LEAST, MOST = 3, 200  # rounds
@@ -26,35 +27,22 @@ WORST = {"cpu": 1e-4, "cuda": 2e-2}  # relative error of an operator that is wor
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
-class GraphClock:
-    """Seconds of device time, of which two readings around a graph differ by the time of one of its launches.
-
-    Attributes:
-        launches: in the graph that is timed.
-    """
-
-    launches = 1
+class Readings:
+    """A clock that is read before and after each round, whose length in seconds is known: `rounds`."""
 
     def __init__(self) -> None:
-        self.reading = 0.0
-        self.last: Any = None
+        self.rounds: list[float] = []
+        self.before = True
 
     def __call__(self) -> float:
-        """Read it."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        event.synchronize()
-        if self.last is not None:
-            self.reading += self.last.elapsed_time(event) / 1e3 / self.launches
-        self.last = event
-        return self.reading
+        self.before = not self.before
+        return self.rounds.pop() if self.before else 0.0
 
 
-CLOCK = GraphClock()
+CLOCK = Readings()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One thread."""
     torch.set_num_threads(1)
 
 
@@ -78,14 +66,28 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def dtype(device: torch.device) -> torch.dtype:
-    """What it computes in."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 @pytest.fixture(params=(LLAMA, GEMMA), ids=lambda heads: heads.name)
 def heads(request: pytest.FixtureRequest) -> Heads:
-    """Attention heads of a named model."""
     return request.param
+
+
+@pytest.fixture
+def candidates(heads: Heads, device: torch.device) -> Any:
+    """Makes positions [1, Hkv, num], which of them are tokens, all, and which are protected."""
+
+    def make(num: int) -> tuple[Tensor, Tensor, Tensor]:
+        positions = torch.arange(num, dtype=torch.int32, device=device).expand(1, heads.num_kv_heads, num).contiguous()
+        guard = reference.protected(positions, torch.tensor([num], device=device), SINKS, RECENT)
+        return positions, torch.ones_like(positions, dtype=torch.bool), guard
+
+    return make
+
+
+def nothing(*cell: Any) -> None:
+    """Where a call changes nothing."""
 
 
 @dataclass
@@ -95,9 +97,7 @@ class Timed:
     benchmark: Any
     device: torch.device
 
-    def __call__(
-        self, make: Callable[[], tuple], run: Callable[..., Any], reset: Callable[..., Any] = lambda *cell: None
-    ) -> None:
+    def __call__(self, make: Callable[[], tuple], run: Callable[..., Any], reset: Callable[..., Any] = nothing) -> None:
         """Call it once to compile, then round after round; `reset(*cell)` restores what a call changes, untimed."""
         before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
         cell = make()
@@ -108,27 +108,21 @@ class Timed:
         reset(*cell)
         begun = time.perf_counter()
         run(*cell)
-        self.rounds(lambda: run(*cell), lambda: reset(*cell), time.perf_counter() - begun)
+        rounds = int(min(MOST, max(LEAST, SECONDS / (time.perf_counter() - begun))))
+
+        def setup() -> None:
+            reset(*cell)
+
+        self.benchmark.pedantic(lambda: run(*cell), setup=setup, rounds=rounds, warmup_rounds=1)
 
     def on_gpu(self, cell: tuple, make: Callable, run: Callable, reset: Callable, size: int) -> None:
         """Launches rotate over copies that together exceed the L2 cache, inside one graph."""
-        sets = num_sets(Place(self.device), max(size, 1))
-        cells = [cell, *(make() for _ in range(sets - 1))]
-        work = Work(lambda index: run(*cells[index]), sets, 0, lambda: [reset(*one) for one in cells], once=True)
-        graph, CLOCK.launches = recorded(work, Place(self.device))
-        self.benchmark.extra_info["launches"] = CLOCK.launches
-        before = CLOCK()
-        graph.replay()
-        self.rounds(graph.replay, work.reset, (CLOCK() - before) * CLOCK.launches)
-
-    def rounds(self, call: Callable[[], Any], reset: Callable[[], Any], seconds: float) -> None:
-        """As many as fit, under pytest-benchmark."""
-
-        def setup() -> None:
-            reset()
-
-        number = int(min(MOST, max(LEAST, SECONDS / max(seconds, 1e-9))))
-        self.benchmark.pedantic(call, setup=setup, rounds=number, warmup_rounds=1)
+        place = Place(self.device)
+        cells = [cell, *(make() for _ in range(num_sets(place, max(size, 1)) - 1))]
+        work = Work(lambda index: run(*cells[index]), len(cells), 0, lambda: [reset(*one) for one in cells], once=True)
+        times, self.benchmark.extra_info["launches"] = samples(work, place)
+        CLOCK.rounds = [1e-6 * one for one in times]
+        self.benchmark.pedantic(lambda: None, rounds=len(times))
 
 
 @pytest.fixture
@@ -139,7 +133,19 @@ def timed(benchmark: Any, device: torch.device) -> Any:
         yield Timed(benchmark, device)
 
 
+@pytest.fixture
+def compared(timed: Any) -> Any:
+    """Times `run(ops, *make())`, once it returns what `run(reference, *make())` does: what is wrong is not timed."""
+
+    def compare(make: Callable[[], tuple], run: Callable[..., Tensor], reset: Callable[..., Any] = nothing) -> None:
+        cell = make()
+        other = copy.deepcopy(cell)
+        check(run(ops, *cell), run(reference, *other))
+        timed(make, partial(run, ops), reset)
+
+    return compare
+
+
 def check(got: Tensor, want: Tensor) -> None:
-    """First the operator's correctness: what is wrong is not timed."""
-    error = float((got.double() - want.double()).norm() / want.double().norm())
+    error = relative_error(got, want)
     assert error < WORST[got.device.type], f"relative error {error:.1e}"

@@ -1,8 +1,7 @@
-"""A cache layer as operators take it, with random tokens, for benchmarks and checks of single operators."""
-
-from __future__ import annotations
+"""A cache layer as operators take it, with random tokens and heads of named models, for single operators."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,20 @@ from fastkv.rotary import Rotary
 SCALE = 0.1
 EVICTED = 5000  # tokens in the statistics of a random layer
 SINKS, RECENT = 4, 8
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention heads of a named model: query heads, KV heads, elements per head."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+LLAMA = Heads("llama-3.1-8b", 32, 8, 128)  # Qwen3-4B has the same heads
+GEMMA = Heads("gemma-3-12b", 16, 8, 256)
 
 
 def spec(correction: str = "moments", tokens: int = 0, backend: str = "auto", **rest: Any) -> Spec:

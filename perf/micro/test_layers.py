@@ -1,7 +1,5 @@
 """Whole layers and a whole model by policy and correction, evictions included. On a CPU; a GPU has `perf.speed`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -11,8 +9,8 @@ import fastkv
 from fastkv import corrections, policies
 from fastkv.reference import FORMATS
 from fastkv.rotary import Rotary
-from perf.gpu.heads import LLAMA
-from perf.speed import models
+from perf.micro.states import LLAMA
+from perf.speed import contenders as models
 
 PROMPT, KEPT, PERIOD = 1024, 512, 16
 TURNING = Rotary(10_000 ** -torch.linspace(0, 1, LLAMA.head_dim // 2))
@@ -28,26 +26,27 @@ CORRECTIONS = [one.name for one in corrections.ALL if not (one.key_only or one.m
 
 @pytest.fixture
 def device() -> torch.device:
-    """The CPU only."""
     return torch.device("cpu")
+
+
+def new(num: int) -> list[torch.Tensor]:
+    """q, k and v of tokens."""
+    return [torch.randn(1, n, num, LLAMA.head_dim) for n in (LLAMA.num_heads, *(LLAMA.num_kv_heads,) * 2)]
+
+
+def layer_of(policy: str, **options: Any) -> fastkv.FastKVAttention:
+    sizes = LLAMA.num_heads, LLAMA.num_kv_heads, LLAMA.head_dim
+    return fastkv.FastKVAttention(*sizes, policy, KEPT, evict_every=PERIOD, rotary=TURNING, **options)
 
 
 def steps(policy: str, **options: Any) -> tuple:
     """A layer that has read a prompt, and the tokens of an eviction period, which always evicts once."""
-    heads = LLAMA
-    layer = fastkv.FastKVAttention(
-        heads.num_heads, heads.num_kv_heads, heads.head_dim, policy, KEPT, evict_every=PERIOD, rotary=TURNING, **options
-    )
-
-    def new(num: int) -> list[torch.Tensor]:
-        return [torch.randn(1, n, num, heads.head_dim) for n in (heads.num_heads, *(heads.num_kv_heads,) * 2)]
-
+    layer = layer_of(policy, **options)
     layer(*new(PROMPT))
     return layer, *new(PERIOD)
 
 
 def period(layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Sixteen decode steps."""
     for index in range(PERIOD):
         layer(*(one[:, :, index : index + 1] for one in (q, k, v)))
 
@@ -70,14 +69,8 @@ def test_layer_by_slots(timed: Any, policy: str, slots: str) -> None:
 
 @pytest.mark.parametrize("policy", ["keydiff", "momentkv", "fastkv"])
 def test_prompt_in_blocks(timed: Any, policy: str) -> None:
-    heads = LLAMA
-    sizes = heads.num_heads, heads.num_kv_heads, heads.head_dim
-    layer = fastkv.FastKVAttention(*sizes, policy, KEPT, prefill_block=KEPT, rotary=TURNING)
-
-    def make() -> list[torch.Tensor]:
-        return [torch.randn(1, n, 2 * PROMPT, heads.head_dim) for n in (heads.num_heads, *(heads.num_kv_heads,) * 2)]
-
-    timed(make, layer, lambda *tokens: layer.reset())
+    layer = layer_of(policy, prefill_block=KEPT)
+    timed(lambda: new(2 * PROMPT), layer, lambda *tokens: layer.reset())
 
 
 @pytest.mark.parametrize("policy", ["full", "keydiff", "momentkv", "fastkv"])

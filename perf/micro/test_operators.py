@@ -1,8 +1,5 @@
-"""What changes a cache layer: decode steps by correction, prompt blocks, compaction, eviction, centroids."""
+"""Operators: decode steps by correction, prompt blocks, compaction, eviction, centroids, scores and selection."""
 
-from __future__ import annotations
-
-import copy
 from typing import Any
 
 import pytest
@@ -15,6 +12,14 @@ from . import states
 from .conftest import check
 
 FREE, BLOCK = 16, 128
+NUM = {"cpu": 4096, "cuda": 65_536}  # keys
+CALLS = {
+    "keydiff_scores": lambda module, q, keys: module.keydiff_scores(keys),
+    "manifold_scores": lambda module, q, keys: module.manifold_scores(keys),
+    "leverage_scores": lambda module, q, keys: module.leverage_scores(keys),
+    "noncausal_attention_mass": lambda module, q, keys: module.noncausal_attention_mass(q, keys, states.SCALE),
+    "window_scores": lambda module, q, keys: module.window_scores(q[:, :, -32:], keys, states.SCALE),
+}
 
 
 @pytest.fixture
@@ -45,62 +50,46 @@ def block(heads: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("batch,tokens", [(1, 1024), (8, 1024), (1, 4096)], ids=lambda n: str(n))
 @pytest.mark.parametrize("correction", corrections.names())
-def test_decode_step(timed: Any, correction: str, batch: int, tokens: int, layer: Any, block: Any) -> None:
-    spec = states.spec(correction)
-
+def test_decode_step(compared: Any, correction: str, batch: int, tokens: int, layer: Any, block: Any) -> None:
     def make() -> tuple:
         q, k, v = block(1, batch)
         state = layer(tokens, batch, free=FREE, correction=correction)
         return state, state.exact.lengths.clone(), q[:, :, 0], k, v
 
-    def run(state: LayerState, before: torch.Tensor, *token: torch.Tensor, module: Any = ops) -> torch.Tensor:
-        return module.decode_step(*token, state, spec)[0]
+    def run(module: Any, state: LayerState, before: torch.Tensor, *token: torch.Tensor) -> torch.Tensor:
+        return module.decode_step(*token, state, states.spec(correction))[0]
 
-    cell = make()
-    check(run(*copy.deepcopy(cell)), run(*cell, module=reference))
-    timed(make, run, lambda state, before, *token: state.exact.lengths.copy_(before))
+    compared(make, run, lambda state, before, *token: state.exact.lengths.copy_(before))
 
 
 @pytest.mark.parametrize("tokens", [1024, 4096])
-def test_prefill_attention(timed: Any, tokens: int, layer: Any, block: Any, device: torch.device) -> None:
+def test_prefill_attention(compared: Any, tokens: int, layer: Any, block: Any, device: torch.device) -> None:
     valid = torch.ones(1, BLOCK, dtype=torch.bool, device=device)
 
-    def run(state: LayerState, *new: torch.Tensor, module: Any = ops) -> torch.Tensor:
+    def run(module: Any, state: LayerState, *new: torch.Tensor) -> torch.Tensor:
         return module.prefill_attention(*new, valid, state, states.spec())[0]
 
-    def make() -> tuple:
-        return layer(tokens), *block(BLOCK)
-
-    cell = make()
-    check(run(*cell), run(*cell, module=reference))
-    timed(make, run)
+    compared(lambda: (layer(tokens), *block(BLOCK)), run)
 
 
 @pytest.mark.parametrize("tokens", [1024, 4096])
-def test_select_and_compact(timed: Any, tokens: int, heads: Any, layer: Any, block: Any, device: torch.device) -> None:
-    shape = 1, heads.num_kv_heads, tokens + BLOCK
-    positions = torch.arange(shape[2], dtype=torch.int32, device=device).expand(shape).contiguous()
-    valid = torch.ones(shape, dtype=torch.bool, device=device)
-    guard = reference.protected(positions, torch.tensor([shape[2]], device=device), states.SINKS, states.RECENT)
+def test_select_and_compact(compared: Any, tokens: int, candidates: Any, layer: Any, block: Any) -> None:
+    positions, valid, guard = candidates(tokens + BLOCK)
     new = positions[..., tokens:].contiguous()
 
-    def run(state: LayerState, k: torch.Tensor, v: torch.Tensor, scores: torch.Tensor, module: Any = ops) -> None:
+    def make() -> tuple:
+        return layer(tokens), *block(BLOCK)[1:], torch.rand(positions.shape, device=positions.device)
+
+    def run(module: Any, state: LayerState, k: torch.Tensor, v: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         chosen = module.select(scores, positions, valid, guard, tokens)
         module.compact(valid, chosen, (k, v, new), state, states.spec())
+        return state.moments.cross
 
-    def make() -> tuple:
-        return layer(tokens), *block(BLOCK)[1:], torch.rand(shape, device=device)
-
-    cell = make()
-    other = copy.deepcopy(cell)
-    run(*cell)
-    run(*other, module=reference)
-    check(cell[0].moments.cross, other[0].moments.cross)
-    timed(make, run)
+    compared(make, run)
 
 
 @pytest.mark.parametrize("tokens", [1024, 4096])
-def test_evict(timed: Any, tokens: int, layer: Any) -> None:
+def test_evict(compared: Any, tokens: int, layer: Any) -> None:
     """Score by attention times residual, and drop 16 tokens a head: what one flush costs."""
     slots = tokens + FREE
 
@@ -109,21 +98,18 @@ def test_evict(timed: Any, tokens: int, layer: Any) -> None:
 
     def make() -> tuple:
         state = layer(tokens, free=FREE)
-        state.exact.lengths.fill_(slots)
         state.seen.fill_(slots)
-        return state, torch.rand(state.exact.positions.shape, device=state.seen.device)
+        cell = state, torch.rand(state.exact.positions.shape, device=state.seen.device)
+        reset(*cell)
+        return cell
 
-    def run(state: LayerState, attention: torch.Tensor, module: Any = ops) -> None:
+    def run(module: Any, state: LayerState, attention: torch.Tensor) -> torch.Tensor:
         exact = state.exact
         scores = module.moment_scores(attention, exact.keys, exact.values, state.moments, states.SCALE)
         module.evict(scores, None, state, states.spec(tokens=tokens))
+        return state.moments.cross
 
-    cell = make()
-    other = copy.deepcopy(cell)
-    run(*cell)
-    run(*other, module=reference)
-    check(cell[0].moments.cross, other[0].moments.cross)
-    timed(make, run, reset)
+    compared(make, run, reset)
 
 
 @pytest.mark.parametrize("tokens", [512, 1024])
@@ -137,3 +123,31 @@ def test_centroids(timed: Any, tokens: int, layer: Any, block: Any, device: torc
         return keys, values, positions, valid, ~valid, FREE, layer(tokens, correction="centroids")
 
     timed(make, lambda *cell: ops.remember(*cell, states.spec("centroids")))
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_scores(timed: Any, op: str, heads: Any, device: torch.device, dtype: torch.dtype) -> None:
+    num, call = NUM[device.type], CALLS[op]
+
+    def make() -> tuple:
+        q = torch.randn(1, heads.num_heads, num, heads.head_dim, device=device, dtype=dtype)
+        return q, torch.randn(1, heads.num_kv_heads, num, heads.head_dim, device=device, dtype=dtype)
+
+    q, keys = make()
+    check(call(ops, q[:, :, -BLOCK:], keys[:, :, -BLOCK:]), call(reference, q[:, :, -BLOCK:], keys[:, :, -BLOCK:]))
+    timed(make, lambda q, keys: call(ops, q, keys))
+
+
+@pytest.mark.parametrize("tokens", [1024, 4096])
+def test_select(timed: Any, tokens: int, candidates: Any) -> None:
+    positions, valid, guard = candidates(tokens + BLOCK)
+
+    def make() -> tuple:
+        return (torch.rand(positions.shape, device=positions.device),)
+
+    def run(scores: torch.Tensor, module: Any = ops) -> torch.Tensor:
+        return module.select(scores, positions, valid, guard, tokens).kept
+
+    cell = make()
+    assert torch.equal(run(*cell), run(*cell, module=reference))
+    timed(make, run)

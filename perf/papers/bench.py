@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from random import Random
 from typing import Any
@@ -13,13 +13,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fastkv import Budget, patch, unpatch
+from fastkv import Budget, patch, policies, unpatch
 from fastkv.calibration.quality import context_nll
 from fastkv.integrations.transformers import rotations, selfcheck
 from fastkv.integrations.transformers.cache import FastKVCache
 from fastkv.integrations.transformers.stock import CACHE
 from fastkv.lab import facts
 from fastkv.lab.reading import Reading, forced
+
+from .row import PLAIN
 
 
 @dataclass(frozen=True)
@@ -44,37 +46,54 @@ class Answers:
     nll: float | None
 
 
+@dataclass(frozen=True)
+class Cache:
+    """A way to compress: policy, how the budget is shared, in blocks or whole, and correction with its maps.
+
+    halves: whether a quarter of the room holds tokens with one of key and value, twice as many.
+    """
+
+    policy: Any
+    heads: str = "uniform"
+    layers: str = "uniform"
+    block: int | None = None
+    correction: Any = "none"
+    vector: Any = None
+    halves: bool = False
+
+
+def caches(row: str) -> dict[str, Cache]:
+    """Those that a row of rows.yaml compares."""
+    own, found = {one.name for one in fields(Cache)}, {}
+    for name, way in PLAIN[row].caches.items():
+        policy = policies.get(way["policy"], **{key: value for key, value in way.items() if key not in own})
+        found[name] = Cache(**{**{key: value for key, value in way.items() if key in own}, "policy": policy})
+    return found
+
+
 class Bench:
     """What rows measure with.
 
-    Attributes: text: source of statistics, as in `facts.read`.  quick: smallest sizes, to try the command.
-        tick: called after each part of a row with its share of the row.  trusting: the full cache is always right.
+    Attributes: quick: smallest sizes, to try the command.  trusting: the full cache is always right.
     """
 
-    def __init__(
-        self, model: Any, tokenizer: Any, *, text: str = "topics", quick: bool = False, trusting: bool = False
-    ) -> None:
-        self.model, self.tokenizer, self.text = model, tokenizer, text
-        self.quick, self.trusting = quick, trusting
-        self.tick: Callable[[float], None] = lambda share: None
+    def __init__(self, model: Any, tokenizer: Any, quick: bool = False, trusting: bool = False) -> None:
+        self.model, self.tokenizer, self.quick, self.trusting = model, tokenizer, quick, trusting
 
     @property
     def heads(self) -> int:
-        """KV heads of a layer."""
         return int(self.model.config.num_key_value_heads)
 
     def size(self, whole: int, quick: int) -> int:
-        """A number of tokens or texts."""
         return quick if self.quick else whole
 
     @cached_property
     def rotary(self) -> dict[int, Any]:
-        """How each layer turns its keys."""
         return rotations(self.model, range(self.model.config.num_hidden_layers), halves=True)
 
-    def stretch(self, length: int, seed: int, source: str | None = None) -> Tensor:
-        """Tokens [1, length] of a text from a random place."""
-        return torch.tensor([facts.stretch(self.tokenizer, source or self.text, length, Random(f"papers {seed}"))])
+    def stretch(self, length: int, seed: int, source: str = "topics") -> Tensor:
+        """Tokens [1, length] of a text from a random place; source: as in `facts.stretch`."""
+        return torch.tensor([facts.stretch(self.tokenizer, source, length, Random(f"papers {seed}"))])
 
     @contextmanager
     def cache(self, text: Text | Tensor, policy: Any, budget: Budget, **options: Any) -> Iterator[FastKVCache]:

@@ -1,7 +1,5 @@
 """Rows about keys, queries and values themselves: one reading of a text, no cache is compressed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -9,11 +7,11 @@ from torch import Tensor
 
 from fastkv import reference
 from fastkv.calibration.fits import required_r2
-from fastkv.lab.fit_vector import Sums, pre_rope_pairs, side_by_side
+from fastkv.lab.fits import PairSums, pre_rope_pairs, side_by_side
 from fastkv.lab.inspection import dimensions
 
 from .bench import Bench, Text
-from .row import AGREES, DIFFERS, Judged, Measured, mean, number, percent
+from .row import Judged, Measured, mean, number, percent
 
 SINKS = 4  # first tokens
 
@@ -26,7 +24,7 @@ def vector_r2(bench: Bench) -> dict[str, Any]:
     """
     length, fitted, held = bench.size(2048, 128), bench.size(16, 3), bench.size(4, 2)
     found: dict[str, list[Any]] = {"joint": [], "by_head": [], "inverse": [], "unseen_joint": []}
-    sums: dict[tuple[int, str, str], Sums] = {}
+    sums: dict[tuple[int, str, str], PairSums] = {}
     for seed in range(fitted + 2 * held):
         part = "fit" if seed < fitted else "held" if seed < fitted + held else "unseen"
         # Sequences of the language reference in turn; the last ones are of another source, which no map was fitted to.
@@ -34,8 +32,7 @@ def vector_r2(bench: Bench) -> dict[str, Any]:
         for layer, k, v in pre_rope_pairs(bench.model, bench.rotary, ids):
             for kind in ("joint", "by_head"):
                 pairs = (side_by_side(k), side_by_side(v)) if kind == "joint" else (k, v)
-                sums.setdefault((layer, part, kind), Sums(*pairs)).add(*pairs)
-        bench.tick(1 / (fitted + 2 * held))
+                sums.setdefault((layer, part, kind), PairSums(*pairs)).add(*pairs)
     layers = range(bench.model.config.num_hidden_layers)
     for layer in layers:
         joint = sums[layer, "fit", "joint"].solve()
@@ -52,29 +49,15 @@ def vector_r2(bench: Bench) -> dict[str, Any]:
 
 def judge_r2(n: dict[str, Any]) -> Judged:
     """One map a layer explains as much as in the paper, and is positive everywhere."""
+    maps = {"one a layer": n["joint"], "one a KV head": [mean(layer) for layer in n["by_head"]]}
+    maps |= {"one a layer, source code": n["unseen_joint"], "pseudo-inverse": n["inverse"]}
+    rows = [(name, *(number(of(one)) for of in (mean, min, max))) for name, one in maps.items()]
+    good = mean(n["joint"]) >= 0.6 and min(n["joint"]) > 0 and mean(n["joint"]) > mean(n["inverse"])
     heads = [r2 for layer in n["by_head"] for r2 in layer]
-    joint, inverse = mean(n["joint"]), mean(n["inverse"])
-    usable = sum(r2 > n["threshold"] for r2 in heads)
-    above = sum(r2 > 0 for r2 in n["inverse"])
-    good = joint >= 0.6 and min(n["joint"]) > 0 and joint > inverse
-    return Judged(
-        AGREES if good else DIFFERS,
-        f"one map a layer {joint:.3f} (from {min(n['joint']):.3f} to {max(n['joint']):.3f}), pseudo-inverse "
-        f"{inverse:.3f}",
-        f"fastkv fits both. With one map a KV head, heads may keep different tokens: R² is {mean(heads):.3f}, and "
-        f"{usable} of {len(heads)} heads exceed the threshold of {n['threshold']:.2f}. One map a layer reads "
-        f"{len(n['by_head'][0])} times as many numbers. On source code, to which it was not "
-        f"fitted, it has {mean(n['unseen_joint']):.3f}. The pseudo-inverse is positive in {above} of "
-        f"{len(n['inverse'])} layers.",
-        (("map", "mean", "lowest layer", "highest layer"),
-         *((name, number(mean(one)), number(min(one)), number(max(one)))
-           for name, one in (("one a layer", n["joint"]), ("one a KV head", [mean(x) for x in n["by_head"]]),
-                             ("one a layer, source code", n["unseen_joint"]), ("pseudo-inverse", n["inverse"])))),
-    )  # fmt: skip
+    return Judged(good, (("map", "mean", "lowest layer", "highest layer"), *rows), {"heads": heads})
 
 
 def draw_r2(axes: Any, n: dict[str, Any]) -> None:
-    """R^2 over layers."""
     axes[0].plot(n["joint"], label="one map a layer")
     axes[0].plot([mean(layer) for layer in n["by_head"]], label="one map a KV head")
     axes[0].plot([max(value, -1) for value in n["inverse"]], label="pseudo-inverse (cut at -1)")
@@ -115,7 +98,6 @@ def correlations(bench: Bench) -> dict[str, Any]:
                     ("without", told[a][:, SINKS:], told[b][:, SINKS:]),
                 ):
                     found.setdefault(f"{a} {b} {name}", []).extend(_correlation(x, y).tolist())
-            bench.tick(1 / texts / len(reading.layers))
     return {"tokens": length, "texts": texts, **{name: mean(values) for name, values in found.items()}}
 
 
@@ -133,25 +115,14 @@ PAIRS = {"manifold attention": (0.06, 0.08), "keydiff attention": (0.19, 0.21), 
 
 def judge_correlations(n: dict[str, Any]) -> Judged:
     """Both scores are nearly unrelated to attention, KeyDiff's more related, and they are related to each other."""
-    close = {pair: n[f"{pair} pearson"] for pair in PAIRS}
-    good = close["manifold attention"] < close["keydiff attention"] < close["manifold keydiff"]
-    good = good and close["manifold attention"] < 0.3 and close["manifold keydiff"] > 0.5
+    manifold, keydiff, each = (n[f"{pair} pearson"] for pair in PAIRS)
+    head = ("pair", "Pearson, paper", "ours", "Spearman, paper", "ours", f"Pearson without {SINKS} sinks")
     rows = [
-        (pair.replace(" ", " ↔ "), number(paper[0], 2), number(n[f"{pair} pearson"], 3), number(paper[1], 2),
-         number(n[f"{pair} spearman"], 3), number(n[f"{pair} without"], 3))
+        (pair.replace(" ", " ↔ "), number(paper[0], 2), number(n[f"{pair} pearson"]), number(paper[1], 2),
+         number(n[f"{pair} spearman"]), number(n[f"{pair} without"]))
         for pair, paper in PAIRS.items()
     ]  # fmt: skip
-    return Judged(
-        AGREES if good else DIFFERS,
-        f"KeyDiff {close['keydiff attention']:.3f}, L2 {close['manifold attention']:.3f}, each other "
-        f"{close['manifold keydiff']:.3f}",
-        "The paper does not say which attention it means: here it is the mean that a key gets from all queries that "
-        f"see it. By the last 32 queries alone KeyDiff has {n['keydiff window pearson']:.3f} and L2 "
-        f"{n['manifold window pearson']:.3f}. Without the first {SINKS} tokens KeyDiff has "
-        f"{n['keydiff attention without']:.3f} and L2 {n['manifold attention without']:.3f}: much of "
-        "KeyDiff's correlation comes from the first tokens, so it depends on the length of the text.",
-        (("pair", "Pearson, paper", "ours", "Spearman, paper", "ours", f"Pearson without {SINKS} sinks"), *rows),
-    )
+    return Judged(manifold < keydiff < each and manifold < 0.3 and each > 0.5, (head, *rows), {"sinks": SINKS})
 
 
 def dimension(bench: Bench) -> dict[str, Any]:
@@ -161,28 +132,25 @@ def dimension(bench: Bench) -> dict[str, Any]:
     layers = []
     for _, k, *_ in reading.layers:
         layers.append([list(map(float, dimensions(head))) for head in k[0]])
-        bench.tick(1 / len(reading.layers))
     return {"tokens": length, "head_dim": k.shape[-1], "layers": layers}
 
 
 def judge_dimension(n: dict[str, Any]) -> Judged:
     """Two-NN near nine, and PCA at two thirds of the head's size."""
     pca, two, mle = (mean(head[index] for layer in n["layers"] for head in layer) for index in range(3))
-    share = pca / n["head_dim"]
     early, late = (mean(head[1] for layer in part for head in layer) for part in (n["layers"][:5], n["layers"][-5:]))
-    good = 6 <= two <= 11 and 0.5 <= share <= 0.8
-    return Judged(
-        AGREES if good else DIFFERS,
-        f"Two-NN {two:.1f}, maximum likelihood {mle:.1f}, PCA {pca:.1f} of {n['head_dim']} ({share:.0%})",
-        f"The first five layers have {early:.1f} by Two-NN, the last five {late:.1f}. The heads here have half of the "
-        "paper's smallest size; as in the paper, Two-NN does not grow with the size of the head.",
-        (("estimate", "paper", "ours"), ("Two-NN", "8.2 to 8.9", number(two, 1)),
-         ("maximum likelihood", "12.0 to 13.3", number(mle, 1)), ("PCA, share of the head", "63 %", percent(share))),
-    )  # fmt: skip
+    share = pca / n["head_dim"]
+    rows = [
+        ("estimate", "paper", "ours"),
+        ("Two-NN", "8.2 to 8.9", number(two, 1)),
+        ("maximum likelihood", "12.0 to 13.3", number(mle, 1)),
+        ("PCA, share of the head", "63 %", percent(share)),
+    ]
+    facts = {"pca": pca, "two": two, "mle": mle, "share": share, "early": early, "late": late}
+    return Judged(6 <= two <= 11 and 0.5 <= share <= 0.8, rows, facts)
 
 
 def draw_dimension(axes: Any, n: dict[str, Any]) -> None:
-    """The three estimates over layers."""
     for index, name in enumerate(("PCA, 95 % of the variance", "Two-NN", "maximum likelihood")):
         axes[0].plot([mean(head[index] for head in layer) for layer in n["layers"]], label=name)
     axes[0].set(xlabel="layer", ylabel="intrinsic dimension")
@@ -204,30 +172,27 @@ def cosines(bench: Bench) -> dict[str, Any]:
         found["chosen"].append(torch.cosine_similarity(asked, chosen, dim=-1).tolist())
         norms = k.norm(dim=-1)[0]
         found["key_norms"].append((norms.std(-1) / norms.mean(-1)).tolist())
-        bench.tick(1 / len(reading.layers))
     return {"tokens": length, **found}
 
 
 def judge_cosines(n: dict[str, Any]) -> Judged:
     """Keys are collinear; in every head the mean query points away from the mean key."""
     flat = {name: [x for layer in n[name] for x in layer] for name in ("keys", "queries", "means", "chosen")}
-    negative = sum(x < 0 for x in flat["means"])
-    opposite = sum(a > b for a, b in zip(flat["chosen"], flat["means"]))
-    rest = [index for index, layer in enumerate(n["means"]) if max(layer) >= 0]
-    return Judged(
-        AGREES if mean(flat["keys"]) > 0.5 and negative == len(flat["means"]) else DIFFERS,
-        f"keys {mean(flat['keys']):.3f}, queries {mean(flat['queries']):.3f}, means negative in {negative} of "
-        f"{len(flat['means'])} query heads",
-        f"Keys and queries are as collinear as the paper says, and in {opposite} of {len(flat['means'])} heads the key "
-        "with KeyDiff's highest score is closer to the mean query than the mean key is (its Fig. 16). The means do not "
-        f"point apart in all heads of this model: {len(rest)} of its {len(n['means'])} layers have a head where they "
-        "do not. The cosines are of the inputs of attention itself, so the model is the cause.",
-        (("cosine", "paper", "ours, mean over heads"),
-         ("of keys with their mean", "near 1", number(mean(flat["keys"]))),
-         ("of queries with their mean", "near 1", number(mean(flat["queries"]))),
-         ("of mean key and mean query", "below 0 in all heads", number(mean(flat["means"]))),
-         ("of KeyDiff's first key and mean query", "above 0", number(mean(flat["chosen"])))),
-    )  # fmt: skip
+    facts = {
+        "flat": flat,
+        "negative": sum(x < 0 for x in flat["means"]),
+        "closer": sum(a > b for a, b in zip(flat["chosen"], flat["means"])),
+        "layers": sum(max(layer) >= 0 for layer in n["means"]),
+    }
+    names = {
+        "keys": ("of keys with their mean", "near 1"),
+        "queries": ("of queries with their mean", "near 1"),
+        "means": ("of mean key and mean query", "below 0 in all heads"),
+        "chosen": ("of KeyDiff's first key and mean query", "above 0"),
+    }
+    rows = [(*told, number(mean(flat[name]))) for name, told in names.items()]
+    good = mean(flat["keys"]) > 0.5 and facts["negative"] == len(flat["means"])
+    return Judged(good, (("cosine", "paper", "ours, mean over heads"), *rows), facts)
 
 
 def draw_cosines(axes: Any, n: dict[str, Any]) -> None:

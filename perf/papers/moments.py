@@ -1,8 +1,5 @@
 """Rows about what eviction costs within a layer, and what moments of the evicted tokens give back (MomentKV)."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,28 +7,11 @@ from torch import Tensor
 
 from fastkv import Budget
 from fastkv.lab.fidelity import Full, Witness, distance, feed
-from fastkv.policies import MomentKV
 
-from .bench import Bench, Text
-from .row import AGREES, DIFFERS, Judged, Measured, mean, number, percent
+from .bench import Bench, Text, caches
+from .row import PLAIN, Judged, Measured, mean, number, percent
 
 BUDGETS = (128, 256, 512)
-# Table 3: moment-informed eviction (MI) and corrected inference (NC); Table 4: their order.
-CACHES: Mapping[str, tuple[Any, str]] = {
-    "SnapKV": ("snapkv", "none"),
-    "chunks": (MomentKV(informed=False), "none"),
-    "MI": (MomentKV(), "none"),
-    "NC": ("snapkv", "moments"),
-    "both": (MomentKV(), "moments"),
-    "order 0": (MomentKV(residual_order=0), "mean"),
-}
-PAPER = {  # LongBench, L = 128, 256, 512
-    "SnapKV": (43.21, 45.50, 47.29),
-    "MI": (43.78, 45.85, 47.52),
-    "NC": (45.62, 47.05, 47.98),
-    "both": (46.38, 47.59, 48.27),
-    "order 0": (44.15, None, None),
-}
 
 
 def fed(bench: Bench, tokens: Tensor, steps: int) -> tuple[Text, Full]:
@@ -97,7 +77,6 @@ def why(bench: Bench) -> dict[str, Any]:
         budget = Budget(tokens=tokens, sinks=0, recent=1)
         one = evicted(bench, reading, text[:, -steps:], full, "h2o", budget, "none")
         found.append({"context": context, "tokens": tokens, **one, "least": least_mass(reading, tokens)})
-        bench.tick(1 / len(plan))
     values = [v[0] for _, _, v, _ in reading.layers]
     common = [(v.mean(-2).norm(dim=-1) / v.norm(dim=-1).mean(-1)).mean().item() for v in values]
     return {"caches": found, "steps": steps, "common_value": common}
@@ -105,28 +84,17 @@ def why(bench: Bench) -> dict[str, Any]:
 
 def judge_why(n: dict[str, Any]) -> Judged:
     """Little mass is evicted, nearly orthogonal to what stays, and the error is large all the same."""
-    first = n["caches"][0]
-    w, cosine, own, least = (mean(first[name]) for name in ("mass", "cosine", "own", "least"))
-    good = w < 0.1 and abs(cosine) < 0.1 and own > 0.2
+    first = {name: mean(n["caches"][0][name]) for name in ("mass", "cosine", "own", "least")}
     rows = [
-        (str(one["context"]), str(one["tokens"]), *(number(mean(one[name])) for name in ("mass", "least", "cosine")),
+        (one["context"], one["tokens"], *(number(mean(one[name])) for name in ("mass", "least", "cosine")),
          percent(mean(one["own"])))
         for one in n["caches"]
     ]  # fmt: skip
-    return Judged(
-        AGREES if good else DIFFERS,
-        f"w_E {w:.3f}, cosine {cosine:.3f}, error {own:.1%} at L = {first['tokens']} of {first['context']}",
-        f"The error is as large as in the paper and shrinks with the budget, but it has "
-        f"another cause: more mass is evicted, and the evicted output is less orthogonal. The model is the cause: even "
-        f"if every query kept its own best {first['tokens']} keys, {least:.3f} of its attention would be outside, "
-        "which bounds every policy. The norm of a head's mean value is "
-        f"{mean(n['common_value']):.2f} of the mean norm, so the outputs of any two large sets share a direction.",
-        (("context", "L", "w_E", "w_E at least", "cos(f_E, f_R)", "error"), *rows),
-    )
+    good = first["mass"] < 0.1 and abs(first["cosine"]) < 0.1 and first["own"] > 0.2
+    return Judged(good, (("context", "L", "w_E", "w_E at least", "cos(f_E, f_R)", "error"), *rows), {"first": first})
 
 
 def draw_why(axes: Any, n: dict[str, Any]) -> None:
-    """The three quantities over layers."""
     first = n["caches"][0]
     for axis, name, title in zip(axes, ("mass", "cosine", "own"), ("evicted mass", "cos(f_E, f_R)", "relative error")):
         axis.plot(first[name], label=f"L = {first['tokens']}, mean {mean(first[name]):.3f}")
@@ -143,51 +111,36 @@ def components(bench: Bench) -> dict[str, Any]:
         text = bench.stretch(context, 20 + seed)
         reading, full = fed(bench, text, steps)
         for tokens in budgets:
-            for name, (policy, correction) in CACHES.items():
+            for name, one in caches("momentkv_components").items():
                 budget = Budget(tokens=tokens, sinks=1, recent=32, heads="adaptive")
-                one = evicted(bench, reading, text[:, -steps:], full, policy, budget, correction)
+                one = evicted(bench, reading, text[:, -steps:], full, one.policy, budget, one.correction)
                 cell = found.setdefault(f"{name} {tokens}", {"own": [], "kl": [], "error": [], "layers": []})
                 for key in ("own", "error"):
                     cell[key].append(mean(one[key]))
                 cell["kl"].append(one["kl"])
                 cell["layers"].append([one["own"], one["estimate"]])
-                bench.tick(1 / texts / len(budgets) / len(CACHES))
     return {"caches": found, "budgets": list(budgets), "context": context, "steps": steps, "texts": texts}
-
-
-def gain(n: dict[str, Any], name: str, tokens: int, what: str) -> float:
-    """What a component takes off SnapKV's error or KL, as a share of it."""
-    base = mean(n["caches"][f"SnapKV {tokens}"][what])
-    return 1 - mean(n["caches"][f"{name} {tokens}"][what]) / base
 
 
 def judge_components(n: dict[str, Any]) -> Judged:
     """Correction helps several times as much as its eviction rule, first order more than zeroth."""
-    least = n["budgets"][0]
-    informed, corrected, both, zeroth = (gain(n, name, least, "own") for name in ("MI", "NC", "both", "order 0"))
-    kl = [gain(n, name, least, "kl") for name in ("MI", "NC", "both", "order 0")]
-    chunks = gain(n, "chunks", least, "own")
-    close = mean(mean(layers[1]) for layers in n["caches"][f"both {least}"]["layers"])
-    good = corrected > 2 * max(informed, 0) and both > zeroth > 0
+    least, parts = n["budgets"][0], ("MI", "NC", "both", "order 0", "chunks")
+
+    def gains(what: str) -> dict[str, float]:
+        """What each component takes off SnapKV's error or KL, as a share of it."""
+        base, *rest = (mean(n["caches"][f"{name} {least}"][what]) for name in ("SnapKV", *parts))
+        return {name: 1 - one / base for name, one in zip(parts, rest)}
+
     rows = []
-    for name in CACHES:
-        for index, tokens in enumerate(n["budgets"]):
-            cell, paper = n["caches"][f"{name} {tokens}"], PAPER.get(name, (None,) * 3)[index]
-            rows.append((name, str(tokens), number(paper, 2), percent(mean(cell["own"])), number(mean(cell["kl"]))))
-    return Judged(
-        AGREES if good else DIFFERS,
-        f"of SnapKV's error at L = {least} the eviction rule takes {informed:+.0%}, the correction {corrected:+.0%}, "
-        f"both {both:+.0%}, order 0 {zeroth:+.0%}",
-        f"Of its KL on the next tokens they take {kl[0]:+.0%}, {kl[1]:+.0%}, {kl[2]:+.0%} and {kl[3]:+.0%}. Both "
-        f"together are {'better' if both > max(informed, corrected, zeroth) else 'not better'} than either and than "
-        f"order 0, as the paper says; its ratio of four is {'' if corrected > 3 * informed else 'not '}reproduced. "
-        f"One part of this is due to fastkv: `chunks`, the rule without the norm of the value, takes {chunks:+.0%}, "
-        "because it averages attention in chunks of 4 where SnapKV pools over 7; and a prompt that is read whole is "
-        "evicted in one go, while moments are still empty, so the rule uses them only while decoding, here for "
-        f"{n['steps']} tokens. The rest is due to the model: the estimate has a cosine of {close:.2f} with the evicted "
-        "output, and that output is less orthogonal than in the paper (see its Fig. 2), so leaving it out costs less.",
-        (("cache", "L", "paper, LongBench", "error", "KL of the next token"), *rows),
-    )
+    row = PLAIN["momentkv_components"]
+    for name in row.caches:
+        for tokens, paper in zip(n["budgets"], row.published.get(name, (None,) * 3)):
+            cell = n["caches"][f"{name} {tokens}"]
+            rows.append((name, tokens, number(paper, 2), percent(mean(cell["own"])), number(mean(cell["kl"]))))
+    own, close = gains("own"), mean(mean(layers[1]) for layers in n["caches"][f"both {least}"]["layers"])
+    facts = {"least": least, "own": own, "kl": gains("kl"), "close": close}
+    good = own["NC"] > 2 * max(own["MI"], 0) and own["both"] > own["order 0"] > 0
+    return Judged(good, (("cache", "L", "paper, LongBench", "error", "KL of the next token"), *rows), facts)
 
 
 def draw_components(axes: Any, n: dict[str, Any]) -> None:

@@ -1,16 +1,14 @@
 """docs/papers.md and its pictures, from JSON and nothing else; its words: page.jinja."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fastkv.lab import common
-from perf.tables import page as filled
+from perf.tables import filled
 
-from .row import PAPERS, UNTRIED, Judged, Row
+from .row import FILTERS, PAPERS, VERDICTS, Row
 
 DIGITS = 6
 
@@ -25,33 +23,29 @@ def rounded(value: Any) -> Any:
 
 
 def load(folder: Path) -> dict[str, dict[str, Any]]:
-    """All results, by row."""
     return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
 
 
 def render(rows: Sequence[Row], results: dict[str, dict[str, Any]], pictures: str) -> str:
-    """The page."""
-    shown = [(row, one) for row in rows if (one := judge(row, results)) is not None]
-    overview = []
-    for row, one in shown:
-        place = f"[{row.place}](#{row.anchor})" if row.measure else row.place
-        overview.append((row.paper, place, row.claim, one.ours or row.why, one.verdict))
-    sections = [(row, one, results[row.name]) for row, one in shown if row.measure]
-    facts = {"overview": overview, "sections": sections, "papers": PAPERS, "pictures": pictures}
-    measured = machines([result for _, _, result in sections])
-    return filled(Path(__file__).with_suffix(".jinja"), **facts, machines=measured)
+    shown = [told(row, results) for row in rows if row.judge is None or row.name in results]
+    measured = machines([one["result"] for one in shown if "result" in one])
+    template = Path(__file__).with_suffix(".jinja").read_text(encoding="utf-8")
+    return filled(template, shown=shown, papers=PAPERS, pictures=pictures, machines=measured) + "\n"
 
 
-def judge(row: Row, results: dict[str, dict[str, Any]]) -> Judged | None:
-    """What the row says; None for one that was not measured yet."""
-    if row.measure is None:
-        return Judged(UNTRIED, "")
-    known = row.name in results and row.judge is not None
-    return row.judge(results[row.name]["numbers"]) if known else None  # type: ignore[misc]
+def told(row: Row, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What the page says of a row: its verdict, in words, and why, with a table."""
+    if row.judge is None:
+        return {"row": row, "verdict": VERDICTS[None], "here": row.why}
+    result = results[row.name]
+    judged = row.judge(result["numbers"])
+    facts = {"n": result["numbers"], **judged.facts}
+    here, evidence = (filled(words, FILTERS, **facts) for words in (row.here, row.evidence))
+    said = {"here": here, "evidence": evidence, "verdict": VERDICTS[judged.agrees]}
+    return {"row": row, "result": result, "table": judged.table, **said}
 
 
 def machines(results: Sequence[dict[str, Any]]) -> str:
-    """What the numbers were measured on."""
     told = ("cpu", "threads", "python", "torch", "transformers")
     kinds = dict.fromkeys(", ".join(f"{name} {one['environment'][name]}" for name in told) for one in results)
     return "Machine: " + "; ".join(kinds) + "." if kinds else "Nothing has been measured yet."
@@ -73,7 +67,6 @@ def draw(rows: Sequence[Row], results: dict[str, dict[str, Any]], folder: Path) 
 
 
 def write(rows: Sequence[Row], folder: Path, page: Path, pictures: Path) -> None:
-    """The page and the pictures."""
     results = load(folder)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(render(rows, results, f"{pictures.parent.name}/{pictures.name}"), encoding="utf-8")

@@ -1,15 +1,14 @@
 """One figure or table of a paper: what it says, how it is measured here, and what the numbers make of it."""
 
-from __future__ import annotations
-
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-AGREES, DIFFERS, UNTRIED = "agrees", "differs", "cannot be tested here"
+import yaml
+
+VERDICTS = {True: "agrees", False: "differs", None: "cannot be tested here"}
 PAPERS = {
     "VECTOR": "arXiv:2605.23258",
     "ManifoldKV": "arXiv:2602.08343",
@@ -23,52 +22,61 @@ PAPERS = {
 class Judged:
     """What a row's numbers say.
 
-    Attributes: verdict: one of the three above.  ours: the number to compare, in words.  evidence: sentences that say
-        why, with measured numbers.  table: a head and rows of cells.
+    Attributes: agrees: whether the paper's statement holds; None if that cannot be tested.  table: a head and rows of
+        cells.  facts: what the row's words name besides its numbers.
     """
 
-    verdict: str
-    ours: str
-    evidence: str = ""
-    table: Sequence[Sequence[str]] = ()
+    agrees: bool | None
+    table: Sequence[Sequence[object]] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """A row of the page.
 
     Attributes:
         name: of its JSON and picture.  paper, place: where the number stands.  claim: what the paper reports.
         setting: the paper's settings and what had to differ.
+        here: the number to compare, in words.  evidence: sentences that say why, with measured numbers.
         measure: Bench -> numbers that JSON can hold.  judge: those numbers -> `Judged`.  draw: axes and numbers.
         panels: of the picture, side by side.  why: of a row that cannot be tried.
+        keeps, texts, caches, published: see rows.yaml.
     """
 
-    name: str
     paper: str
     place: str
     claim: str
+    name: str = ""
     setting: str = ""
+    here: str = ""
+    evidence: str = ""
     measure: Callable[[Any], dict[str, Any]] | None = None
     judge: Callable[[dict[str, Any]], Judged] | None = None
     draw: Callable[[Any, dict[str, Any]], None] | None = None
     panels: int = 1
     why: str = ""
+    keeps: Sequence[float] = ()
+    texts: int = 6
+    caches: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    published: Mapping[Any, Any] = field(default_factory=dict)
 
     @property
     def anchor(self) -> str:
-        """Of its section."""
         return self.name.replace("_", "-")
 
 
 Measured = tuple[Callable[..., Any], ...]  # of a row: `measure`, `judge` and, if it has one, `draw`
 
 
+TOLD = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text(encoding="utf-8"))  # the rows, in order
+PLAIN = {row["name"]: Row(**row) for row in TOLD if "name" in row}  # without functions
+
+
 def listed(measured: Mapping[str, Measured]) -> tuple[Row, ...]:
-    """The rows of rows.json, in the order of the page."""
-    told = json.loads(Path(__file__).with_name("rows.json").read_text(encoding="utf-8"))
-    ways = [dict(zip(("measure", "judge", "draw"), measured.get(row.get("name", ""), ()))) for row in told]
-    return tuple(Row(**{"name": "", **row}, **way) for row, way in zip(told, ways))
+    """The rows of rows.yaml, in the order of the page."""
+    ways = [dict(zip(("measure", "judge", "draw"), measured.get(row.get("name"), ()))) for row in TOLD]
+    return tuple(Row(**row, **way) for row, way in zip(TOLD, ways))
 
 
 def mean(values: Iterable[float | None]) -> float | None:
@@ -84,10 +92,11 @@ def error(values: Iterable[float | None]) -> float | None:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A cell of a table."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def percent(value: float | None) -> str:
-    """A share as a cell of a table."""
-    return "-" if value is None else f"{100 * value:.0f} %"
+def percent(value: float | None, unit: str = " %") -> str:
+    return "-" if value is None else f"{100 * value:.0f}{unit}"
+
+
+FILTERS = {"mean": mean, "number": number, "percent": percent, "form": format}

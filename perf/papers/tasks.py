@@ -1,10 +1,7 @@
 """Rows about answers: facts in real text, compressed before any question is known."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Any
@@ -13,31 +10,12 @@ import torch
 
 from fastkv import Budget, corrections, reference
 from fastkv.calibration.quality import keep_for
-from fastkv.lab import facts, fit_context, fit_vector
-from fastkv.policies import Compactor, KeyDiff, Leverage, Manifold, NonCausal
+from fastkv.lab import facts, fit_context, fits
 
-from .bench import Asked, Bench, Text
-from .row import AGREES, DIFFERS, UNTRIED, Judged, Measured, error, mean, number, percent
+from .bench import Asked, Bench, Cache, Text, caches
+from .row import PLAIN, Judged, Measured, error, mean, number, percent
 
-KEEPS = (0.75, 0.5, 0.25, 0.1, 0.05)
-BLOCK = 128
 FEWEST = 30  # questions that a verdict rests on
-
-
-@dataclass(frozen=True)
-class Cache:
-    """A way to compress: policy, how the budget is shared, in blocks or whole, and correction with its maps.
-
-    halves: whether a quarter of the room holds tokens with one of key and value, twice as many.
-    """
-
-    policy: Any
-    heads: str = "uniform"
-    layers: str = "uniform"
-    block: int | None = None
-    correction: Any = "none"
-    vector: Any = None
-    halves: bool = False
 
 
 def asked_texts(bench: Bench, texts: int, length: int, make: Any = facts.sample) -> Iterator[tuple[Text, list[Asked]]]:
@@ -79,7 +57,6 @@ def answered(
                 cell = cells.setdefault(f"{name} {keep}", {"right": [], "nll": []})
                 cell["right"].append(got.right)
                 cell["nll"].append(got.nll)
-                bench.tick(1 / texts / len(caches) / len(keeps))
     return {"cells": cells, "caches": list(caches), "keeps": list(keeps), "texts": texts, "length": length,
             "questions": sum(count), "full_nll": full, "text_nll": own, "depths": depths}  # fmt: skip
 
@@ -116,10 +93,12 @@ def answers_table(n: dict[str, Any], paper: Mapping[str, Sequence[float | None]]
     return rows
 
 
-def basis(n: dict[str, Any]) -> str:
-    """What the numbers rest on."""
-    return (f"{n['questions']} questions that the full cache answers, of {n['texts']} texts of {n['length']} tokens; "
-            f"standard errors are at most {spread(n):.2f}.")  # fmt: skip
+def judged(n: dict[str, Any], agrees: bool, rows: Sequence[Sequence[object]], **facts: Any) -> Judged:
+    """Of a row about answers. Its words know `told` and `lost`, see `over_shares`, and what both rest on."""
+    told, lost = over_shares(n)
+    basis = (f"{n['questions']} questions that the full cache answers, of {n['texts']} texts of {n['length']} tokens; "
+             f"standard errors are at most {spread(n):.2f}.")  # fmt: skip
+    return Judged(agrees, rows, {"told": told, "lost": lost, "basis": basis, **facts})
 
 
 def draw_answers(axes: Any, n: dict[str, Any]) -> None:
@@ -132,58 +111,23 @@ def draw_answers(axes: Any, n: dict[str, Any]) -> None:
 
 # Compactor.
 
-FIG5 = {
-    "compactor": Cache(Compactor(sketch=32)),
-    "snapkv": Cache("snapkv"),
-    "h2o": Cache("h2o"),
-    "pyramidkv": Cache("snapkv", layers="pyramid"),
-    "random": Cache("random"),
-}
-PAPER5 = {"compactor": (93.8, 87.4, 77.5, 59.5, 43.1)}
-
 
 def judge_fig5(n: dict[str, Any]) -> Judged:
     """Compactor degrades most gracefully where the question comes later."""
     ours = [share(n, "compactor", keep) for keep in n["keeps"]]
     others = [max(share(n, name, keep) or 0 for name in n["caches"][1:]) for keep in n["keeps"]]
     ahead = all(one >= other - spread(n) for one, other in zip(ours, others))
-    close = all(abs(100 * one - paper) < 15 for one, paper in zip(ours[:3], PAPER5["compactor"]))
-    lost = next(
-        (keep for keep, one, paper in zip(n["keeps"], ours, PAPER5["compactor"]) if paper - 100 * one >= 15), None
-    )
-    said = f" From {lost:.0%} on it loses more than in the paper, by the model or the task." if lost else ""
-    return Judged(
-        AGREES if ahead and close else DIFFERS,
-        "Compactor " + "/".join(f"{100 * one:.0f}" for one in ours) + " %, best other "
-        + "/".join(f"{100 * one:.0f}" for one in others) + " %",
-        f"{basis(n)} Within a standard error Compactor {'is' if ahead else 'is not'} ahead of the others at every "
-        f"share.{said}",
-        answers_table(n, PAPER5),
-    )  # fmt: skip
-
-
-VARIANTS = {
-    "Cholesky (default)": Cache(Compactor(sketch=32, blend=0.35)),
-    "SVD": Cache(Compactor(sketch=32, blend=0.35, method="svd")),
-    "QR": Cache(Compactor(sketch=32, blend=0.35, method="qr")),
-    "SRHT": Cache(Compactor(sketch=32, blend=0.35, method="srht")),
-    "exact": Cache(Compactor(sketch=None, blend=0.35, method="exact")),
-    "attention only": Cache(NonCausal()),
-    "leverage only": Cache(Leverage(sketch=32)),
-}
-PAPER_VARIANTS = {
-    "Cholesky (default)": (86.8, 58.2),  # its Gram matrix by eigenvalues
-    "SVD": (87.4, 59.5),
-    "QR": (87.2, 59.8),
-    "SRHT": (87.8, 59.9),
-    "exact": (88.1, 59.4),
-    "leverage only": (81.7, 34.7),
-}
+    paper = PLAIN["compactor_ruler"].published
+    short = [told - 100 * one for one, told in zip(ours, paper["compactor"])]  # points
+    facts = {"ours": ours, "others": others, "ahead": ahead}
+    facts["worse_from"] = next((keep for keep, points in zip(n["keeps"], short) if points >= 15), None)
+    good = ahead and all(abs(points) < 15 for points in short[:3])
+    return judged(n, good, answers_table(n, paper), **facts)
 
 
 def variants(bench: Bench) -> dict[str, Any]:
     """Answers, and by how much the routes to leverage differ as numbers."""
-    found = answered(bench, VARIANTS, (0.5, 0.1), texts=6, length=1024)
+    found = of("compactor_variants")(bench)
     reading = Text(bench, bench.stretch(bench.size(1024, 160), 3))
     most, condition = 0.0, []
     for index in range(len(reading.layers)):
@@ -199,46 +143,15 @@ def judge_variants(n: dict[str, Any]) -> Judged:
     """Routes to leverage are alike; what is blended matters."""
     names = ("SVD", "QR", "Cholesky (default)")
     apart = max(abs(share(n, a, keep) - share(n, b, keep)) for a in names for b in names for keep in n["keeps"])
-    parts = [over_shares(n)[0][name] for name in ("SVD", "attention only", "leverage only")]
-    good = apart <= 0.03 and parts[0] >= parts[2]
-    return Judged(
-        AGREES if good else DIFFERS,
-        f"SVD, QR and Cholesky differ by at most {100 * apart:.0f} points; blend {percent(parts[0])}, attention only "
-        f"{percent(parts[1])}, leverage only {percent(parts[2])} (mean of two shares)",
-        f"{basis(n)} The three routes give the same leverage to {n['difference']:.1e} of it, although keys of a "
-        f"head have condition numbers up to {n['condition']:.0f}: fastkv's Gram matrix is in float64. The paper's gap "
-        "of 1 to 2 points between SVD and Eig is not seen. The paper's numbers in the row of Cholesky are those of its "
-        "eigendecomposition. For the blend see Eq. 5.",
-        answers_table(n, PAPER_VARIANTS),
-    )
-
-
-ATTENTION = {
-    "as the authors' code": Cache(Compactor(sketch=32)),
-    "norm of v after pooling": Cache(Compactor(sketch=32, values_first=False)),
-    "with 1/√d": Cache(Compactor(sketch=32, scaled=True)),
-    "centred keys": Cache(Compactor(sketch=32, centred=True)),
-    "leverage only": Cache(Leverage(sketch=32)),
-}
+    told = over_shares(n)[0]
+    good = apart <= 0.03 and told["SVD"] >= told["leverage only"]
+    return judged(n, good, answers_table(n, PLAIN["compactor_variants"].published), apart=apart)
 
 
 def judge_attention(n: dict[str, Any]) -> Judged:
     """Whether attention helps beside leverage, and what of its form matters."""
-    told, lost = over_shares(n)
-    ours, scaled, without = told["as the authors' code"], told["with 1/√d"], told["leverage only"]
-    return Judged(
-        AGREES if ours > without else DIFFERS,
-        f"with attention as the authors' code has it {percent(ours)}, with logits divided by √d {percent(scaled)}, "
-        f"without any {percent(without)} (mean of two shares)",
-        f"{basis(n)} NLL of the answers: " + ", ".join(f"{name} {one:.2f}" for name, one in lost.items()) + ".",
-        answers_table(n),
-    )
-
-
-def nll_ratios(bench: Bench) -> dict[str, Any]:
-    """NLL of answers over the share kept, and what calibration makes of it (Figs. 6 and 7)."""
-    caches = {name: FIG5[name] for name in ("compactor", "snapkv", "pyramidkv", "random")}
-    return answered(bench, caches, (0.75, 0.5, 0.25, 0.1), 6, 1024, partial(facts.sample, split="tuning"))
+    told = over_shares(n)[0]
+    return judged(n, told["as the authors' code"] > told["leverage only"], answers_table(n))
 
 
 def kept_at(n: dict[str, Any], name: str, quality: float = 0.95) -> float:
@@ -253,34 +166,21 @@ def kept_at(n: dict[str, Any], name: str, quality: float = 0.95) -> float:
     return keep_for(quality, alpha * torch.tensor(n["text_nll"]).double() + beta).mean().item()
 
 
-PAPER7 = {"compactor": 0.38, "snapkv": 0.72, "pyramidkv": 0.75, "random": 0.90}
-
-
 def judge_kept(n: dict[str, Any]) -> Judged:
     """Compactor needs the fewest tokens, random eviction the most."""
     kept = {name: kept_at(n, name) for name in n["caches"]}
     ordered = kept["compactor"] == min(kept.values())
-    good = ordered and kept["compactor"] < 0.6
     ratio = {
         name: mean(min(max(full, 0.05) / max(got, 0.05), 1.0)
                    for full, got in zip(n["full_nll"], n["cells"][f"{name} 0.5"]["nll"]) if full is not None)
         for name in n["caches"]
     }  # fmt: skip
-    return Judged(
-        AGREES if good else DIFFERS,
-        ", ".join(f"{name} {percent(one)}" for name, one in kept.items()),
-        f"{basis(n)} With half of the tokens Compactor leaves {number(ratio['compactor'], 2)} of the answers' quality, "
-        f"SnapKV {number(ratio['snapkv'], 2)} (NLL ratio): the order is {'the same' if ordered else 'another'}, the "
-        f"shares are not. The full cache has {number(mean(n['full_nll']), 3)} nats a token on these values, which it "
-        f"copies, so a ratio of .95 allows {number((mean(n['full_nll']) or 0) / 19, 3)} nats, far less than one lost "
-        "value costs. The task resembles the paper's UUIDs, which it calls incompressible, and not its LongBench.",
-        (("policy", "paper, kept at τ = .95", "ours"),
-         *((name, percent(PAPER7[name]), percent(one)) for name, one in kept.items())),
-    )  # fmt: skip
+    rows = [(name, percent(PLAIN["compactor_kept"].published[name]), percent(one)) for name, one in kept.items()]
+    head = ("policy", "paper, kept at τ = .95", "ours")
+    return judged(n, ordered and kept["compactor"] < 0.6, (head, *rows), kept=kept, ratio=ratio, ordered=ordered)
 
 
 def draw_ratios(axes: Any, n: dict[str, Any]) -> None:
-    """NLL ratio over the share kept."""
     for name in n["caches"]:
         line = [mean(min(full / got, 1.0) for full, got in zip(n["full_nll"], n["cells"][f"{name} {keep}"]["nll"])
                      if full is not None and got) for keep in n["keeps"]]  # fmt: skip
@@ -290,46 +190,18 @@ def draw_ratios(axes: Any, n: dict[str, Any]) -> None:
 
 # KeyDiff and ManifoldKV.
 
-BLOCKS = {
-    f"{name}, {how}": Cache(policy, block=block)
-    for name, policy in (("KeyDiff", "keydiff"), ("TOVA", "tova"), ("SnapKV", "snapkv"))
-    for how, block in (("whole", None), (f"blocks of {BLOCK}", BLOCK))
-}
-PAPER9 = {"KeyDiff": (49.07, 48.14), "TOVA": (49.25, 41.12), "SnapKV": (49.41, 44.46)}
-
 
 def judge_blocks(n: dict[str, Any]) -> Judged:
     """Reading in blocks costs KeyDiff least."""
-    (keep,) = n["keeps"]
-    ours = {name: (share(n, f"{name}, whole", keep), share(n, f"{name}, blocks of {BLOCK}", keep)) for name in PAPER9}
-    lost = {
-        name: (nll(n, f"{name}, blocks of {BLOCK}", keep) or 0) - (nll(n, f"{name}, whole", keep) or 0)
-        for name in PAPER9
-    }
+    (keep,), ways, paper = n["keeps"], ("whole", "blocks of 128"), PLAIN["keydiff_blocks"].published
+    ours = {name: [share(n, f"{name}, {way}", keep) for way in ways] for name in paper}
+    losses = {name: [nll(n, f"{name}, {way}", keep) or 0 for way in ways] for name in paper}
     best = max(ours, key=lambda name: ours[name][1])
     falls = {name: whole - blocks for name, (whole, blocks) in ours.items()}
+    rows = [("policy", "paper, whole", "paper, blocks", "ours, whole", "ours, blocks")]
+    rows += [(name, *paper[name], *map(percent, ours[name])) for name in ours]
     good = best == "KeyDiff" and falls["KeyDiff"] <= min(falls.values())
-    return Judged(
-        AGREES if good else DIFFERS,
-        "; ".join(f"{name} {percent(a)} whole, {percent(b)} in blocks" for name, (a, b) in ours.items()),
-        f"{basis(n)} Blocks add " + ", ".join(f"{value:+.2f} for {name}" for name, value in lost.items())
-        + f" to the answers' NLL. In blocks {best} is best, as in the paper; that it loses least is not seen. Our "
-        "question comes after the text, so SnapKV and TOVA cannot use it even where the text is read "
-        "whole, and have less to lose than in the paper.",
-        (("policy", "paper, whole", "paper, blocks", "ours, whole", "ours, blocks"),
-         *((name, *map(str, PAPER9[name]), *map(percent, ours[name])) for name in ours)),
-    )  # fmt: skip
-
-
-ANCHORS = {
-    "mean": Cache(KeyDiff()),
-    "normalized mean": Cache(KeyDiff(anchor="normalized_mean")),
-    "pairwise": Cache(KeyDiff(anchor="pairwise")),
-    "median": Cache(KeyDiff(anchor="median")),
-    "dot": Cache(KeyDiff(distance="dot")),
-    "Euclidean": Cache(KeyDiff(distance="euclidean")),
-}
-PAPER14 = {"normalized mean": 40.28, "pairwise": 40.61, "median": 40.67, "dot": 38.01, "Euclidean": 21.06}
+    return judged(n, good, rows, ours=ours, best=best, added={name: b - a for name, (a, b) in losses.items()})
 
 
 def judge_anchors(n: dict[str, Any]) -> Judged:
@@ -337,27 +209,10 @@ def judge_anchors(n: dict[str, Any]) -> Judged:
     told, lost = over_shares(n)
     anchors, losses = [*told.values()][:4], [*lost.values()][:4]
     apart = max(losses) - min(losses)
-    alike, ordered = apart <= 0.1, lost["mean"] < lost["dot"] < lost["Euclidean"]
-    return Judged(
-        AGREES if alike and ordered else DIFFERS,
-        f"anchors {percent(min(anchors))} to {percent(max(anchors))}; cosine {percent(told['mean'])}, dot "
-        f"{percent(told['dot'])}, Euclidean {percent(told['Euclidean'])}",
-        f"{basis(n)} NLL of the answers: cosine {lost['mean']:.2f}, dot {lost['dot']:.2f}, Euclidean "
-        f"{lost['Euclidean']:.2f}; mean over the shares. Anchors differ by {apart:.2f}, and cosine "
-        f"is best, both as in the paper; Euclidean distance is no worse than the dot product here. Euclidean keeps the "
-        "keys farthest from their mean, which is ManifoldKV's rule; its Table 7 says the contrary.",
-        [*[[*row, number(lost[row[0]], 2) if row[0] in lost else "NLL", str(PAPER14.get(row[0], "")) if row[0] in lost
-            else "paper, LongBench at 4K"] for row in answers_table(n)]],
-    )  # fmt: skip
-
-
-METRICS = {
-    f"{name}{', heads share' * shared}": Cache(policy, heads="adaptive" if shared else "uniform")
-    for shared in (False, True)
-    for name, policy in (("L2", Manifold()), ("L1", Manifold(metric="l1")), ("L∞", Manifold(metric="linf")),
-                         ("cosine", Manifold(metric="cosine")))
-    if not shared or name in ("L2", "cosine")
-}  # fmt: skip
+    head, *rows = answers_table(n)
+    rows = [[*row, number(lost[row[0]], 2), PLAIN["keydiff_anchors"].published.get(row[0], "")] for row in rows]
+    good = apart <= 0.1 and lost["mean"] < lost["dot"] < lost["Euclidean"]
+    return judged(n, good, [[*head, "NLL", "paper, LongBench at 4K"], *rows], anchors=anchors, apart=apart)
 
 
 def many_keys(tokenizer: Any, length: int, seed: int) -> facts.Sample:
@@ -386,34 +241,20 @@ def many_keys(tokenizer: Any, length: int, seed: int) -> facts.Sample:
 
 def judge_multikey(n: dict[str, Any]) -> Judged:
     """Only with enough questions that the full cache answers."""
-    asked = 4 * n["texts"]
-    if n["questions"] < FEWEST:
-        return Judged(UNTRIED, f"the full cache answers {n['questions']} of {asked} questions")
-    return judge_metrics(n)
+    return Judged(None) if n["questions"] < FEWEST else judge_metrics(n)
 
 
 def judge_metrics(n: dict[str, Any]) -> Judged:
     """Length matters: L2 before the others, cosine last."""
     told, lost = over_shares(n)
     good = told["L2"] > max(told["L1"], told["L∞"], told["cosine"]) and lost["L2"] < lost["cosine"]
-    return Judged(
-        AGREES if good else DIFFERS,
-        f"heads share: L2 {percent(told['L2, heads share'])}, cosine {percent(told['cosine, heads share'])}; not: L2 "
-        f"{percent(told['L2'])}, L1 {percent(told['L1'])}, L∞ {percent(told['L∞'])}, cosine {percent(told['cosine'])}",
-        f"{basis(n)} NLL of the answers: " + ", ".join(f"{name} {value:.2f}" for name, value in lost.items()) + ". The "
-        "four scores are the same function with another norm (`manifold_scores`), on the same keys, so the "
-        "model is the cause. KeyDiff's own Table 15 has cosine ahead of Euclidean distance, too: the two papers "
-        "contradict each other.",
-        answers_table(n),
-    )  # fmt: skip
+    return judged(n, good, answers_table(n))
 
 
 # VECTOR.
 
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-PAPER_SWEEP = {0.5: ("43.6", "", "45.5", "", "41.8"), 0.25: ("42.9", "", "", "44.3 at .8", "41.6"),
-               0.1: ("", "", "40.5", "", "")}  # fmt: skip
 
 
 def sweep(bench: Bench) -> dict[str, Any]:
@@ -421,7 +262,7 @@ def sweep(bench: Bench) -> dict[str, Any]:
     batches = [
         bench.stretch(bench.size(1024, 128), 500 + i, ("topics", "code")[i % 2]) for i in range(bench.size(12, 3))
     ]
-    fitted = fit_vector.fit(bench.model, batches, held_out=0.25 if not bench.quick else 0.4)
+    fitted = fits.fit_vector(bench.model, batches, held_out=0.25 if not bench.quick else 0.4)
     caches = {
         f"p_a = {pairs} (1 - p_c)": Cache("keydiff", correction=corrections.get("vector", share=pairs), vector=fitted)
         if pairs
@@ -435,34 +276,19 @@ def sweep(bench: Bench) -> dict[str, Any]:
 
 def judge_sweep(n: dict[str, Any]) -> Judged:
     """The best p_a lies between nothing and everything."""
-    lines = {keep: [share(n, name, keep) for name in n["caches"]] for keep in n["keeps"]}
     lost = {keep: [nll(n, name, keep) for name in n["caches"]] for keep in n["keeps"]}
-    best = {keep: min(range(len(SHARES)), key=lambda i, keep=keep: lost[keep][i]) for keep in n["keeps"]}
+    best = {keep: min(range(len(SHARES)), key=losses.__getitem__) for keep, losses in lost.items()}
     inside = [keep for keep, index in best.items() if 0 < index < len(SHARES) - 1]
-    gain = {keep: lost[keep][2] - lost[keep][0] for keep in n["keeps"]}
+    gain = [losses[2] - losses[0] for losses in lost.values()]
+    paper = PLAIN["vector_sweep"].published
     rows = [
-        (f"{1 - keep:.2f}", *(f"{percent(one)} {number(two, 2)}" + (f" ({told})" if told else "")
-                               for one, two, told in zip(lines[keep], lost[keep], PAPER_SWEEP[keep])))
-        for keep in n["keeps"]
+        (f"{1 - keep:.2f}", *(f"{percent(share(n, name, keep))} {number(loss, 2)}" + (f" ({told})" if told else "")
+                               for name, loss, told in zip(n["caches"], losses, paper[keep])))
+        for keep, losses in lost.items()
     ]  # fmt: skip
-    return Judged(
-        AGREES if len(inside) >= 2 and all(value < 0 for value in gain.values()) else DIFFERS,
-        "best NLL at p_a = "
-        + ", ".join(f"{SHARES[best[keep]]:.2f} (1 - p_c) for p_c = {1 - keep:.2f}" for keep in best),
-        f"{basis(n)} At half of (1 - p_c), the paper's rule, the answers' NLL changes by "
-        + ", ".join(f"{value:+.2f}" for value in gain.values()) + f" for the three p_c. Only {n['usable']} of "
-        f"{n['heads']} heads have a map good enough to drop values; the others evict plainly, so the curve is "
-        "flat. The paper's map reads all heads of a layer and is fitted on 40 million tokens; this map reads one head "
-        "and is fitted on 9,000. "
-        + by_depth(n),
-        (("p_c", *(f"p_a = {pairs} (1 - p_c)" for pairs in SHARES)), *rows),
-    )  # fmt: skip
-
-
-ONE_OF_TWO = {name: Cache("keydiff", halves=name != "plain") for name in ("plain", "V-only", "K-only")}
-PAPER5_VECTOR = {  # mean of four LongBench tasks at p_c = .25, .5, .75, .9
-    "plain": (47.6, 44.1, 37.0, 24.8), "V-only": (47.7, 48.4, 42.2, 31.3), "K-only": (47.5, 44.4, 39.5, 26.1),
-}  # fmt: skip
+    facts = {"best": {keep: SHARES[index] for keep, index in best.items()}, "gain": gain, "depths": by_depth(n)}
+    good = len(inside) >= 2 and all(value < 0 for value in gain)
+    return judged(n, good, (("p_c", *(f"p_a = {pairs} (1 - p_c)" for pairs in SHARES)), *rows), **facts)
 
 
 def values_or_keys(bench: Bench) -> dict[str, Any]:
@@ -471,15 +297,15 @@ def values_or_keys(bench: Bench) -> dict[str, Any]:
     What a map makes stands in the place of the key or the value itself, so that nothing else differs. Maps are of all
     heads of a layer, as in the paper, and read what the other heads once had for a token, kept or not.
     """
-    sums: dict[tuple[int, str], fit_vector.Sums] = {}
+    sums: dict[tuple[int, str], fits.PairSums] = {}
     for i in range(bench.size(12, 3)):
         ids = bench.stretch(bench.size(1024, 128), 700 + i, ("topics", "code")[i % 2])
-        for layer, *pairs in fit_vector.pre_rope_pairs(bench.model, bench.rotary, ids):
-            k, v = map(fit_vector.side_by_side, pairs)
+        for layer, *pairs in fits.pre_rope_pairs(bench.model, bench.rotary, ids):
+            k, v = map(fits.side_by_side, pairs)
             for kind, known, wanted in (("V-only", k, v), ("K-only", v, k)):
-                sums.setdefault((layer, kind), fit_vector.Sums(known, wanted)).add(known, wanted)
-    maps = {key: fit_vector.each_head(one.solve().float(), bench.heads) for key, one in sums.items()}
-    return answered(bench, ONE_OF_TWO, (0.5, 0.25), 4, 1024, halve=partial(stand_in, bench, maps))
+                sums.setdefault((layer, kind), fits.PairSums(known, wanted)).add(known, wanted)
+    maps = {key: fits.each_head(one.solve().float(), bench.heads) for key, one in sums.items()}
+    return answered(bench, caches("vector_keys"), (0.5, 0.25), 4, 1024, halve=partial(stand_in, bench, maps))
 
 
 def stand_in(
@@ -505,21 +331,14 @@ def stand_in(
 
 def judge_one_of_two(n: dict[str, Any]) -> Judged:
     """Values may be made of keys, keys should not be made of values."""
-    lost = {name: [nll(n, name, keep) or 0 for keep in n["keeps"]] for name in ONE_OF_TWO}
-    gained = {name: [plain - own for plain, own in zip(lost["plain"], lost[name])] for name in lost}
-    better = all(v > k for v, k in zip(gained["V-only"], gained["K-only"]))
-    told = ", ".join(f"{name} {', '.join(number(one, 2) for one in lost[name])}" for name in ONE_OF_TWO)
-    return Judged(
-        AGREES if better and min(gained["V-only"]) > 0 else DIFFERS,
-        f"NLL of the answers at p_c = .5 and .75: {told}",
-        f"{basis(n)} Values made from keys {'' if better else 'do not always '}lose less than keys made from values, "
-        f"and {'' if min(gained['V-only']) > 0 else 'not at both shares '}less than plain eviction. fastkv drops "
-        "values only.",
-        answers_table(n, {name: PAPER5_VECTOR[name][1:3] for name in ONE_OF_TWO}),
-    )
+    losses = {name: [nll(n, name, keep) or 0 for keep in n["keeps"]] for name in n["caches"]}
+    gained = {name: [plain - own for plain, own in zip(losses["plain"], one)] for name, one in losses.items()}
+    better, less = all(v > k for v, k in zip(gained["V-only"], gained["K-only"])), min(gained["V-only"]) > 0
+    rows = answers_table(n, PLAIN["vector_keys"].published)
+    return judged(n, better and less, rows, losses=losses, better=better, less=less)
 
 
-def by_depth(n: dict[str, Any]) -> str:
+def by_depth(n: dict[str, Any]) -> list[list[float | None]]:
     """Right answers by third of the text, without VECTOR and by the paper's rule, at the smallest cache (Fig. 4)."""
     told = []
     for third in range(3):
@@ -528,15 +347,11 @@ def by_depth(n: dict[str, Any]) -> str:
             right = n["cells"][f"{name} {n['keeps'][-1]}"]["right"]
             flat = [(depth, good) for text, more in zip(n["depths"], right) for depth, good in zip(text, more)]
             pair.append(mean(float(good) for depth, good in flat if third <= 3 * depth < third + 1))
-        told.append(f"{percent(pair[0])} and {percent(pair[1])}")
-    return (
-        f"By depth of the fact, as in its Fig. 4, at p_c = {1 - n['keeps'][-1]:.2f}, without and with VECTOR: in the "
-        f"first third of the text {told[0]}, in the second {told[1]}, in the last {told[2]} are right."
-    )
+        told.append(pair)
+    return told
 
 
 def draw_sweep(axes: Any, n: dict[str, Any]) -> None:
-    """NLL of the answers over p_a."""
     for keep in n["keeps"]:
         axes[0].plot(
             SHARES, [nll(n, name, keep) or 0 for name in n["caches"]], marker="o", ms=4, label=f"p_c = {1 - keep:.2f}"
@@ -544,20 +359,22 @@ def draw_sweep(axes: Any, n: dict[str, Any]) -> None:
     axes[0].set(xlabel="p_a / (1 - p_c)", ylabel="NLL of the answers, nats")
 
 
-def of(caches: Mapping[str, Cache], keeps: Sequence[float], texts: int = 6, make: Any = facts.sample) -> Any:
-    """What `answered` says of texts of 1,024 tokens."""
-    return lambda bench: answered(bench, caches, keeps, texts, 1024, make)
+def of(name: str, make: Any = facts.sample) -> Any:
+    """What `answered` says of the caches of a row, and texts of 1,024 tokens."""
+    row = PLAIN[name]
+    return lambda bench: answered(bench, caches(name), row.keeps, row.texts, 1024, make)
 
 
 MEASURED: dict[str, Measured] = {
-    "compactor_ruler": (of(FIG5, KEEPS, 7), judge_fig5, draw_answers),
+    "compactor_ruler": (of("compactor_ruler"), judge_fig5, draw_answers),
     "compactor_variants": (variants, judge_variants),
-    "compactor_attention": (of(ATTENTION, (0.5, 0.1)), judge_attention),
-    "compactor_kept": (nll_ratios, judge_kept, draw_ratios),
-    "keydiff_blocks": (of(BLOCKS, (0.25,)), judge_blocks),
-    "keydiff_anchors": (of(ANCHORS, (0.5, 0.25)), judge_anchors),
-    "manifold_multikey": (of(METRICS, (0.6, 0.5), 8, make=many_keys), judge_multikey),
-    "manifold_metrics": (of(METRICS, (0.5, 0.25)), judge_metrics),
+    "compactor_attention": (of("compactor_attention"), judge_attention),
+    # NLL of answers over the share kept, and what calibration makes of it (Figs. 6 and 7).
+    "compactor_kept": (of("compactor_kept", partial(facts.sample, split="tuning")), judge_kept, draw_ratios),
+    "keydiff_blocks": (of("keydiff_blocks"), judge_blocks),
+    "keydiff_anchors": (of("keydiff_anchors"), judge_anchors),
+    "manifold_multikey": (of("manifold_multikey", many_keys), judge_multikey),
+    "manifold_metrics": (of("manifold_metrics"), judge_metrics),
     "vector_sweep": (sweep, judge_sweep, draw_sweep),
     "vector_keys": (values_or_keys, judge_one_of_two),
 }

@@ -10,8 +10,6 @@ continued by the same command. Exit code: 0 complete, 1 something failed, 3 case
 kvpress was not given.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time
@@ -20,16 +18,14 @@ from dataclasses import asdict
 from .. import engine
 from ..engine import Job, Results, Row, Unmeasured, digest, source
 from ..environment import environment
-from .cases import Case, toy
-from .parts import PARTS
+from .cases import PARTS, Case, toy
 
-RUN = tuple(f"perf/speed/{name}.py" for name in ("worker", "contenders", "models", "cases"))
+RUN = tuple(f"perf/speed/{name}.py" for name in ("worker", "contenders", "cases"))
 RUN += ("fastkv/lab/shapes.py",)  # what all contenders run
 SPARE = 45.0  # seconds that must be left when a case starts
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Command line."""
     parser = engine.command("perf.speed", __doc__, minutes=8.0)
     names = {"choices": tuple(PARTS), "default": list(PARTS), "metavar": "PART"}
     parser.add_argument("--parts", nargs="+", **names, help="some of the parts; see --list")

@@ -1,51 +1,78 @@
-"""Who is measured: the full cache, fastkv and kvpress, each as a case says. Peers are imported where they are used."""
+"""Random weights of named shapes, and who is measured on them, as a case says: the full cache, fastkv and kvpress.
 
-from __future__ import annotations
+Peers are imported where they are used.
+"""
 
+import zlib
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
-from fastkv.lab.shapes import Compressed, Full
+from fastkv.lab.shapes import SHAPES as NAMED
+from fastkv.lab.shapes import TIED, UNTIED, Compressed, Full, Shape, gemma
 
 from .cases import Case
+
+PROBE = 64  # tokens of the prompt whose logits must agree
+SHAPES = {
+    **NAMED,
+    "qwen3-8b": Shape("qwen3", (151_936, 4096, 12_288, 36, 32, 8, 128), (UNTIED,)),
+    "qwen3-small": Shape("qwen3", (1000, 256, 768, 4, 8, 2, 64), (TIED,)),
+    "gemma-3-small": gemma(1000, 256, 1024, 6, 4, 2, 64),
+    "llama-toy": Shape("llama", (97, 32, 48, 2, 4, 2, 16), (UNTIED,)),
+    "gemma-3-toy": gemma(97, 32, 48, 6, 4, 2, 16, window=16),
+}
+
+
+def build(name: str, device: torch.device, dtype: torch.dtype) -> Any:
+    return SHAPES[name].build(device, dtype)
+
+
+def prompt(name: str, batch: int, length: int, device: torch.device) -> Tensor:
+    """Seeded token ids [batch, length], without the special ones."""
+    words = SHAPES[name].sizes[0]
+    return torch.randint(3, words, (batch, length), generator=torch.Generator().manual_seed(0)).to(device)
+
+
+@torch.no_grad()
+def checksum(model: Any, name: str) -> str:
+    """CRC-32 of the stock model's logits for a short prompt, bit for bit."""
+    logits = model(prompt(name, 1, PROBE, model.device)).logits
+    return f"{zlib.crc32(logits.float().cpu().numpy().tobytes()):08x}"
+
+
+def weight_bytes(model: Module) -> int:
+    """Bytes of weights that a decode step reads: all but the embedding table, of which it needs one row."""
+    table = model.get_input_embeddings().weight
+    tied = table is model.get_output_embeddings().weight
+    return sum(p.nbytes for p in model.parameters()) - (0 if tied else table.nbytes)
+
 
 # Same score and hyper-parameters as fastkv's policy of that name.
 PRESSES: dict[str, tuple[str, dict[str, Any]]] = {
     "keydiff": ("KeyDiffPress", {}),
-    "knorm": ("KnormPress", {}),
     "snapkv": ("SnapKVPress", {"window_size": 32, "kernel_size": 7}),
     "compactor": ("CompactorPress", {"blending": 0.3}),
 }
 
 
 class Generates(Full):
-    """A model that is measured as a case says."""
+    """A model that is measured as a case says; by itself, with the full cache."""
 
     def __init__(self, model: Any, case: Case) -> None:
         super().__init__(model, case.step, case.room, case.block)
         self.case = case
 
-    def generate(self, ids: Tensor, new: int, **options: Any) -> Tensor:
+    def generate(self, ids: Tensor, new: int) -> Tensor:
         """The prompt and exactly `new` greedy tokens, by the model's own `generate`."""
         length = {"max_new_tokens": new, "min_new_tokens": new}
-        return self.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **length, **options)
-
-
-class Stock(Generates):
-    """The full cache."""
-
-    def generate(self, ids: Tensor, new: int, **options: Any) -> Tensor:
-        """With a static cache where steps are compiled."""
-        static = {"cache_implementation": "static"} if self.how == "compiled" else {}
-        return super().generate(ids, new, **static)
+        return self.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **length)
 
 
 class FastKV(Compressed, Generates):
-    """A patched model."""
-
     def __init__(self, model: Any, case: Case) -> None:
         import fastkv
 
@@ -76,7 +103,7 @@ class KVPress(Generates):
         with self.pressed(ids.shape[1]):
             return self.model(ids, past_key_values=cache, logits_to_keep=1).logits
 
-    def generate(self, ids: Tensor, new: int, **options: Any) -> Tensor:
+    def generate(self, ids: Tensor, new: int) -> Tensor:
         """`generate` under the press, which leaves decode steps alone."""
         with self.pressed(ids.shape[1]):
             return super().generate(ids, new)
@@ -86,4 +113,4 @@ class KVPress(Generates):
         return cache.layers[-1].keys.shape[2]
 
 
-CONTENDERS: dict[str, type[Generates]] = {"full": Stock, "fastkv": FastKV, "kvpress": KVPress}
+CONTENDERS: dict[str, type[Generates]] = {"full": Generates, "fastkv": FastKV, "kvpress": KVPress}

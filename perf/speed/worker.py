@@ -6,8 +6,6 @@ Runs under the interpreter of the contender: fastkv's, or that of an environment
 only has the shapes of models and the clock.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys
@@ -20,9 +18,8 @@ from torch import Tensor
 
 from fastkv.lab.shapes import Memory, decode, now, timed
 
-from . import models
 from .cases import Case
-from .contenders import CONTENDERS, Generates
+from .contenders import CONTENDERS, Generates, build, checksum, prompt, weight_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
@@ -40,7 +37,6 @@ def copy_gbps(device: torch.device) -> float:
 
 
 def spread(samples: list[float]) -> dict[str, float]:
-    """p20, p50, p80 and mean."""
     tenths = statistics.quantiles(samples, n=10, method="inclusive")
     return {"p20": tenths[1], "p50": tenths[4], "p80": tenths[7], "mean": statistics.fmean(samples)}
 
@@ -56,8 +52,6 @@ def measure_decode(contender: Generates, ids: Tensor) -> dict[str, Any]:
 
 def measure_generate(contender: Generates, ids: Tensor) -> dict[str, Any]:
     """Seconds of a whole `generate`, and its peak of memory."""
-    if ids.device.type == "cuda":  # compiles what `generate` compiles
-        contender.generate(ids, contender.case.new)
     memory = Memory(ids.device)
     start = now()
     out = contender.generate(ids, contender.case.new)
@@ -100,11 +94,11 @@ def measure(case: Case) -> dict[str, Any]:
     """The row of a case; {"out_of_memory": True} if it does not fit on the device."""
     device = torch.device(case.device)
     torch.set_num_threads(case.threads)
-    model = models.build(case.model, device, DTYPES[case.dtype])
-    facts = {"checksum": models.checksum(model, case.model), "weight_bytes": models.weight_bytes(model)}
+    model = build(case.model, device, DTYPES[case.dtype])
+    facts = {"checksum": checksum(model, case.model), "weight_bytes": weight_bytes(model)}
     try:
         contender = CONTENDERS[case.contender](model, case)
-        ids = models.prompt(case.model, case.batch, case.context, device)
+        ids = prompt(case.model, case.batch, case.context, device)
         warm = min(case.context, case.warm)
         contender.read(ids[:, :warm], contender.new(warm))
         row = MEASURES[case.what](contender, ids)
@@ -115,7 +109,6 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def main(argument: str) -> None:
-    """Print the row as the last line."""
     transformers.logging.set_verbosity_error()
     print(json.dumps(measure(Case(**json.loads(argument)))))
 

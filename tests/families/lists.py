@@ -26,33 +26,7 @@ KINDS = {
     "DummyLayer": "layers without a cache",
     "DynamicLayer": "attention to images",
 }
-HEAD = """# Models
-
-Which model types work with fastkv. `python -m tests.families --write` makes this page: it builds a tiny random model
-of every type of transformers {version} that generates text, and compares the patched model with the stock one. To
-check a checkpoint: `fastkv doctor --model PATH`.
-
-Layers are recognised by what they do, not by name. Models may be loaded with `eager`, `sdpa` or flash-attn, but
-models with soft-capped logits or sinks not with `sdpa`, which ignores them. A type that is not on this page is
-accepted, with a warning, if its logits for a short prompt are the same with and without the patch. With a
-transformers older than that of this page, types on this page are checked in the same way.
-
-**What works.** Left padding, batches, beam search, sampling, assisted decoding (transformers ≥ 5.14), several turns
-on one `past_key_values`, `inputs_embeds`, pipelines, LoRA (patch `model.get_base_model()`), training and `deepcopy`.
-As long as all tokens fit into the budget, logits equal the stock model's: exactly for a prompt read whole, up to
-rounding for blocks. Layers whose memory is bounded already, such as those with a sliding window or linear attention,
-stay as they are.
-
-**Latent attention.** Models with latent attention (MLA), such as DeepSeek V3, cache the latents that all heads share;
-attention absorbs the projections into queries and outputs. The Triton kernels do not support latents, so on a GPU
-these models need `backend="reference"`.
-
-**What is refused**, and leaves the model as it was: models whose logits would change, models whose layers all have a
-sliding window, models on the meta device, an input without tokens, `cache_implementation=` other than the default,
-continuous batching, prefix and prompt tuning, a patched model as the assistant, 4-D masks over past tokens, and
-cropping a compressed cache.
-
-## Tested
+TABLES = """## Tested
 
 Every type in the table passed all of these checks, except for those in its last column:
 
@@ -135,8 +109,8 @@ def cell(text):
     return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;")
 
 
-def page(found):
-    """docs/models.md for these rows."""
+def page(found, before):
+    """docs/models.md for these rows, of which the words before the tables stay as they were."""
     groups = {status: [row for row in found if row.status == status] for status in (WORKS, REFUSED, FAILS, UNBUILT)}
     works = ""
     for row in groups[WORKS]:
@@ -150,7 +124,8 @@ def page(found):
 
     checks = "".join(f"- `{name}`: {check.__doc__.splitlines()[0]}\n" for name, check in CHECKS.items())
     version = next(row.results[0].transformers for row in found)
-    text = HEAD.format(version=version, checks=checks, works=works, refused=reasons(REFUSED))
+    words = re.sub(r"transformers \S+ that", f"transformers {version} that", before.partition("## Tested")[0])
+    text = words + TABLES.format(checks=checks, works=works, refused=reasons(REFUSED))
     text += FAILING.format(fails=reasons(FAILS)) if groups[FAILS] else ""
     text += UNTRIED.format(untried=reasons(UNBUILT)) if groups[UNBUILT] else ""
     return text.rstrip() + "\n"
@@ -174,7 +149,7 @@ def tested(found):
 def write(results):
     """Write both lists, from results by name."""
     found = rows(results)
-    PAGE.write_text(page(found))
+    PAGE.write_text(page(found, PAGE.read_text()))
     before, rest = CODE.read_text().split(BEGIN)
     _, after = rest.split(END)
     CODE.write_text(before + BEGIN + tested(found) + END + after)

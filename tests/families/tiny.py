@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -327,9 +327,12 @@ def randomise(model, seed=0):
             weight.fill_(0.5)
 
 
-def build(name, attention="sdpa", seed=0):
-    """A seeded tiny model in fp32. Raises DoesNotExist, or CannotBuild with the reason."""
+def build(name, attention="sdpa", seed=0, **changes):
+    """A seeded tiny model in fp32, with more changes of its config. Raises DoesNotExist, or CannotBuild with the
+    reason.
+    """
     kind = kind_of(name)
+    kind = replace(kind, changes=kind.changes | changes)
     cls = auto_class(kind.model_type)
     try:
         config = tiny_config(kind)

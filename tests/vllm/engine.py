@@ -64,26 +64,37 @@ class Alone:
 class Traffic:
     """Requests that come and go while others are served. A turn is a step of the engine.
 
-    Attributes: answers: tokens so far of every request, by its name.
+    Attributes:
+        answers: tokens so far of every request, by its name.
+        cached: tokens of every request that vLLM says it did not compute.
     """
 
     def __init__(self, llm):
-        self.llm, self.engine, self.answers, self.ids = llm, llm.llm_engine, {}, {}
+        self.llm, self.engine, self.answers, self.cached = llm, llm.llm_engine, {}, {}
 
-    def ask(self, name, tokens, num, **own):
+    def ask(self, name, tokens, num, own=None, salt=None, **params):
         """Args: own: what the request asks of its cache."""
-        params = SamplingParams(temperature=0, max_tokens=num, detokenize=False, ignore_eos=True, extra_args=own)
-        self.engine.add_request(name, {"prompt_token_ids": list(tokens)}, params)
+        chosen = SamplingParams(
+            temperature=0, max_tokens=num, detokenize=False, ignore_eos=True, extra_args=own or {}, **params
+        )
+        asked = {"prompt_token_ids": list(tokens)} | ({} if salt is None else {"cache_salt": salt})
+        self.engine.add_request(name, asked, chosen)
 
     def turn(self, times=1):
         for _ in range(times):
             for output in self.engine.step():
                 self.answers[output.request_id] = list(output.outputs[0].token_ids)
+                self.cached[output.request_id] = output.num_cached_tokens
 
     def finish(self):
         while self.engine.has_unfinished_requests():
             self.turn()
         return self.answers
+
+    def answered(self, name, tokens, num, **asked):
+        """The answer to one request, asked alone."""
+        self.ask(name, tokens, num, **asked)
+        return self.finish()[name]
 
     def preempt(self):
         """All running requests lose their pages and are computed again."""
@@ -92,30 +103,6 @@ class Traffic:
     def abort(self, name):
         self.engine.abort_request([name])
 
-
-class Counted(Traffic):
-    """Attributes: cached: tokens of every request that vLLM says it did not compute."""
-
-    def __init__(self, llm):
-        super().__init__(llm)
-        self.cached = {}
-
-    def turn(self, times=1):
-        for _ in range(times):
-            for output in self.engine.step():
-                self.answers[output.request_id] = list(output.outputs[0].token_ids)
-                self.cached[output.request_id] = output.num_cached_tokens
-
-    def ask(self, name, tokens, num, salt=None, **params):
-        chosen = SamplingParams(temperature=0, max_tokens=num, detokenize=False, ignore_eos=True, **params)
-        asked = {"prompt_token_ids": list(tokens)} | ({} if salt is None else {"cache_salt": salt})
-        self.engine.add_request(name, asked, chosen)
-
     @property
     def scheduler(self):
         return self.engine.engine_core.engine_core.scheduler
-
-    def answered(self, name, tokens, num, **params):
-        """The answer to one request, asked alone."""
-        self.ask(name, tokens, num, **params)
-        return self.finish()[name]

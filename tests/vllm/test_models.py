@@ -7,7 +7,7 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, Gemma3ForCausa
 import fastkv
 from fastkv import FastKVError
 
-from .engine import Alone, Counted, Traffic, loaded, prompt, start
+from .engine import Alone, Traffic, loaded, prompt, start
 
 LENGTHS, NUM = [300, 41, 129, 65], 20
 
@@ -63,7 +63,7 @@ def test_prefixes_of_a_model_with_sliding_windows(gemma):
     alike. What it forgets is not gone on from.
     """
     settings = {"policy": "keydiff", "budget": 64, "prefill_block": 128}
-    traffic, alone = Counted(start(gemma, {**settings, "prefixes": 0.5})), Alone(gemma, settings, layers=[1.0, 1.0])
+    traffic, alone = Traffic(start(gemma, {**settings, "prefixes": 0.5})), Alone(gemma, settings, layers=[1.0, 1.0])
     first = prompt(600)
     asked = {"first": first, "again": first, "turn": first + prompt(100, 1)}
     asked |= {f"branch {i}": first[:300] + prompt(60, 2 + i) for i in range(2)}
@@ -81,7 +81,7 @@ def test_prefixes_of_a_model_with_several_block_tables(tmp_path):
     """vLLM makes groups of as many layers as have sliding windows, so that a request has three pages."""
     gemma = tiny_gemma(str(tmp_path), ["full_attention", "full_attention", "sliding_attention", "full_attention"])
     settings = {"policy": "momentkv", "budget": 64, "prefill_block": 128}
-    traffic, alone = Counted(start(gemma, {**settings, "prefixes": 0.5})), Alone(gemma, settings, layers=[1.0] * 3)
+    traffic, alone = Traffic(start(gemma, {**settings, "prefixes": 0.5})), Alone(gemma, settings, layers=[1.0] * 3)
     assert len(traffic.scheduler.own) == 3
     asked = {f"{i}": prompt(600)[: 150 * (i % 4)] + prompt(30 + i, i) for i in range(10)}
     for i, (name, tokens) in enumerate(asked.items()):

@@ -8,7 +8,7 @@ from vllm.v1.core.block_pool import BlockPool
 from fastkv.integrations.vllm.scheduler import AsyncPrefixScheduler
 
 from ..test_serving_prefixes import traffic as traffic_of_pages
-from .engine import FITTED, Alone, Counted, prompt, start
+from .engine import FITTED, Alone, Traffic, prompt, start
 from .test_methods import arguments
 
 BLOCK, NUM = 64, 40  # tokens of an answer: two evictions
@@ -31,7 +31,7 @@ def branch(blocks, more, seed):
 
 @pytest.mark.parametrize("policy", ["fastkv", "momentkv", "h2o"])
 def test_second_turns_and_prompts_that_begin_alike(model, policy):
-    traffic, expected = Counted(start(model, settings(policy))), alone(model, policy)
+    traffic, expected = Traffic(start(model, settings(policy))), alone(model, policy)
     first = traffic.answered("first", BEGINNING, NUM)
     turn = BEGINNING + tuple(first) + prompt(100, 1)
     asked = {
@@ -61,7 +61,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_whatever_a_page_holds(model, name):
     chosen = {**BASE, **CASES[name]}
-    traffic, expected = Counted(start(model, {**chosen, "prefixes": 0.5})), Alone(model, arguments(chosen))
+    traffic, expected = Traffic(start(model, {**chosen, "prefixes": 0.5})), Alone(model, arguments(chosen))
     traffic.answered("first", BEGINNING, 1)
     for blocks in (5, 1):
         tokens = branch(blocks, 100, blocks)
@@ -75,7 +75,7 @@ def test_requests_that_begin_alike_among_others(model):
     """
     lengths = [30, 200, 64, 65, 130, 250, 1, 90, 300, 7, 150, 64, 33, 222]
     asked = {f"{i}": branch(i % 6, length, i % 3) for i, length in enumerate(lengths)}
-    traffic, expected = Counted(start(model, settings(), kv_cache_memory_bytes=pages(model, 7))), alone(model)
+    traffic, expected = Traffic(start(model, settings(), kv_cache_memory_bytes=pages(model, 7))), alone(model)
     assert traffic.scheduler.prefixes.most == 3
     for at, (name, tokens) in enumerate(asked.items()):
         traffic.ask(name, tokens, NUM)
@@ -108,20 +108,8 @@ def pages(model, number):
     return 2**24 // llm.llm_engine.vllm_config.cache_config.num_gpu_blocks * number + 1024
 
 
-def test_a_preempted_request_goes_on_from_what_it_left(model):
-    traffic = Counted(start(model, settings()))
-    traffic.ask("0", BEGINNING, NUM)
-    traffic.turn(12)
-    scheduler, request = traffic.scheduler, traffic.scheduler.running[0]
-    done = len(traffic.answers["0"])
-    scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
-    traffic.turn()
-    assert request.num_computed_tokens == len(BEGINNING) and done > 3  # not all was read again
-    assert traffic.finish()["0"] == alone(model).answer(BEGINNING, NUM)
-
-
 def test_a_prefix_is_only_found_with_its_salt(model):
-    traffic, expected = Counted(start(model, settings())), alone(model).answer(BEGINNING, NUM)
+    traffic, expected = Traffic(start(model, settings())), alone(model).answer(BEGINNING, NUM)
     for name, salt, cached in [
         ("mine", "a", 0), ("yours", "b", 0), ("nobody's", None, 0),
         ("mine again", "a", 5), ("yours again", "b", 5), ("nobody's again", None, 5), ("another's", "c", 0),
@@ -130,30 +118,9 @@ def test_a_prefix_is_only_found_with_its_salt(model):
         assert traffic.cached[name] == cached * BLOCK, name
 
 
-def test_a_request_that_wants_all_of_its_prompt_computed(model):
-    """vLLM computes a prompt whose tokens' probabilities are asked for."""
-    traffic = Counted(start(model, settings()))
-    traffic.answered("0", BEGINNING, NUM)
-    traffic.answered("1", BEGINNING, NUM, skip_reading_prefix_cache=True)
-    assert traffic.cached == {"0": 0, "1": 0}
-
-
-def test_requests_that_arrive_together_read_their_beginning_once_each(model):
-    """One that comes a step later takes what the others left by then, straight from their pages."""
-    traffic, expected = Counted(start(model, settings())), alone(model)
-    asked = {f"{i}": branch(2, 50, i) for i in range(3)}
-    traffic.ask("0", asked["0"], NUM)
-    traffic.ask("1", asked["1"], NUM)
-    traffic.turn()
-    traffic.ask("2", asked["2"], NUM)
-    answers = traffic.finish()
-    assert answers == {name: expected.answer(tokens, NUM) for name, tokens in asked.items()}
-    assert traffic.cached == {"0": 0, "1": 0, "2": BLOCK}
-
-
 def test_vllm_counts_what_is_found(model):
     llm = start(model, settings(), disable_log_stats=False)
-    traffic = Counted(llm)
+    traffic = Traffic(llm)
     for name in ("0", "1"):
         traffic.answered(name, BEGINNING, NUM)
     found = {metric.name: metric.value for metric in llm.get_metrics() if metric.name.startswith("vllm:prefix_cache_")}
@@ -162,7 +129,7 @@ def test_vllm_counts_what_is_found(model):
 
 def test_the_scheduler_of_steps_that_are_made_ahead(model):
     """On a CPU vLLM makes none ahead, but its scheduler can be had."""
-    traffic, expected = Counted(start(model, settings(), scheduler_cls=AsyncPrefixScheduler)), alone(model)
+    traffic, expected = Traffic(start(model, settings(), scheduler_cls=AsyncPrefixScheduler)), alone(model)
     assert isinstance(traffic.scheduler, AsyncPrefixScheduler)
     for i in range(6):
         traffic.ask(f"{i}", branch(5 - i % 3, 40 + i, i), NUM)
@@ -174,7 +141,7 @@ def test_the_scheduler_of_steps_that_are_made_ahead(model):
 
 def test_two_processes_that_share_the_heads(model):
     """Each copies its own pages."""
-    traffic, expected = Counted(start(model, settings(), tensor_parallel_size=2)), alone(model)
+    traffic, expected = Traffic(start(model, settings(), tensor_parallel_size=2)), alone(model)
     for name, blocks in (("0", 5), ("1", 5), ("2", 2)):
         tokens = branch(blocks, 60, 7)
         assert traffic.answered(name, tokens, NUM) == expected.answer(tokens, NUM)
@@ -190,7 +157,7 @@ def test_pages_of_vllm_hold_what_their_keys_say(seed):
 
 def test_a_request_does_not_wait_for_pages_that_it_holds(model, monkeypatch):
     """Where it cannot begin with what it found, because that leaves too little memory, it begins without."""
-    traffic, expected = Counted(start(model, settings())), alone(model).answer(BEGINNING, NUM)
+    traffic, expected = Traffic(start(model, settings())), alone(model).answer(BEGINNING, NUM)
     traffic.answered("0", BEGINNING, NUM)
     prefixes, manager = traffic.scheduler.prefixes, traffic.scheduler.kv_cache_manager
     allocate = manager.allocate_slots
@@ -202,7 +169,7 @@ def test_a_request_does_not_wait_for_pages_that_it_holds(model, monkeypatch):
 
 def test_an_answer_is_no_prompt(model):
     """A request of one token that is preempted answers again, though somebody has asked what it answered."""
-    traffic, expected = Counted(start(model, settings())), alone(model).answer((1,), 3 * BLOCK)
+    traffic, expected = Traffic(start(model, settings())), alone(model).answer((1,), 3 * BLOCK)
     asked = (1, *traffic.answered("0", (1,), 3 * BLOCK))
     traffic.answered("1", asked, 1)
     traffic.ask("2", (1,), 3 * BLOCK)

@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.loader import _load_v2_logitspro
 from fastkv import FastKVError
 from fastkv.integrations.vllm.requests import Menu, RequestArguments
 
-from .engine import Alone, Counted, Traffic, prompt, start
+from .engine import Alone, Traffic, prompt, start
 
 NUM = 40
 CLASSES = {"small": {"budget": 48}, "best": {"policy": "snapkv", "budget": {"tokens": 128, "heads": "uniform"}}}
@@ -36,7 +36,7 @@ def test_requests_of_all_kinds_together(model):
     }
     traffic = Traffic(start(model, SETTINGS))
     for i, (name, (tokens, own, _)) in enumerate(asked.items()):
-        traffic.ask(name, tokens, NUM, **own)
+        traffic.ask(name, tokens, NUM, own)
         traffic.turn(3)
         if i == 4:
             traffic.preempt()
@@ -46,11 +46,11 @@ def test_requests_of_all_kinds_together(model):
 
 
 def test_beginnings_are_found_by_requests_of_the_same_kind_only(model):
-    traffic = Counted(start(model, {**SETTINGS, "prefixes": 0.5}))
+    traffic = Traffic(start(model, {**SETTINGS, "prefixes": 0.5}))
     expected = alone(model, **CLASSES["small"]).answer(prompt(300), NUM)
     found = []
     for name, own in (("0", {}), ("1", {"fastkv_class": "small"}), ("2", {"fastkv_class": "small"}), ("3", {})):
-        answer = traffic.answered(name, prompt(300), NUM, extra_args=own)
+        answer = traffic.answered(name, prompt(300), NUM, own=own)
         found.append(traffic.cached[name])
         assert (answer == expected) == bool(own)
     assert found == [0, 0, 256, 256]
@@ -104,8 +104,8 @@ def test_an_engine_that_nobody_asked_ends_what_it_refuses(model, monkeypatch):
     """Where requests come from a process that knows no settings; others are served."""
     traffic = Traffic(start(model, SETTINGS))
     monkeypatch.setattr(RequestArguments, "validate_params", lambda params: None)
-    traffic.ask("bad", prompt(100), 5, fastkv_class="large")
-    traffic.ask("good", prompt(100), 5, fastkv_class="small")
+    traffic.ask("bad", prompt(100), 5, {"fastkv_class": "large"})
+    traffic.ask("good", prompt(100), 5, {"fastkv_class": "small"})
     ended = {}
     while traffic.engine.has_unfinished_requests():
         ended |= {one.request_id: one.outputs[0] for one in traffic.engine.step()}

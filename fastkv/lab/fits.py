@@ -1,21 +1,25 @@
-"""Fit the maps from keys to values of VECTOR: one pass over text, sums of products only, one small solve per head.
+"""`fastkv calibrate heads`, `vector` and `queries`: what is fitted in one pass over text, of which only sums are kept.
 
-Ordinary least squares: W = argmin sum_i |k~_i W - v_i|^2 = (K^T K)^+ K^T V, with k~ the keys before the rotary
-embedding (VECTOR, arXiv:2605.23258, Section 3.1). The paper fits one map per layer, from the keys of all KV heads to
-the values of all (`joint`): it explains far more, but a head then needs the other heads' keys of the same tokens, so
-that all heads have to keep the same. A map of its own for each KV head leaves them free. There is no intercept:
-attention applies W once, to the weighted sum of keys.
+Vector: the maps from keys to values of VECTOR, by ordinary least squares: W = argmin sum_i |k~_i W - v_i|^2 =
+(K^T K)^+ K^T V, with k~ the keys before the rotary embedding (VECTOR, arXiv:2605.23258, Section 3.1). The paper fits
+one map per layer, from the keys of all KV heads to the values of all (`joint`): it explains far more, but a head then
+needs the other heads' keys of the same tokens, so that all heads have to keep the same. A map of its own for each KV
+head leaves them free. There is no intercept: attention applies W once, to the weighted sum of keys.
 
 The quality is R^2 = 1 - sum |v_i - k~_i W|^2 / sum |v_i - v_mean|^2, over all dimensions of a head together, on
 sequences that were not fitted. As in the paper's tables (its Appendix D calls a negative R^2 worse than the mean), it
 is relative to the mean of the values, here of the held-out ones. The theory of its Section 4 divides by |v|^2 instead,
 which can only give more: a head that exceeds the threshold here does so there.
+
+Queries: mean query of every head before the rotary embedding, and by how much the length of each pair of numbers that
+turn together exceeds, on average, the length of the pair's mean (TriAttention, arXiv:2604.04921, Sec. 4).
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,18 +29,26 @@ from rich.table import Table
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..api import patched
+from ..budget import Budget
 from ..calibration.files import describe, fingerprint, kv_shapes
-from ..calibration.fits import VectorMap, required_r2
+from ..calibration.fits import QueryCalibration, VectorMap, required_r2
 from ..errors import FastKVError
 from ..integrations.transformers import rotations, stock
+from ..integrations.transformers.calibrate import LENGTH, LONGEST, ROWS, TEXTS, calibrate_heads, sees_everything
+from ..policies import Policy, QueryStatistics, Signals
 from ..rotary import Rotary
-from . import common
+from . import common, facts
 
 T = TypeVar("T", bound=Any)  # what is fitted
 # Directions of the keys whose energy is below this share of the strongest carry only the rounding of the activations.
 CUTOFF = 1e-10
 # Values that vary less than this share of their energy are constant up to rounding: there is nothing to explain.
 CONSTANT = 1e-12
+KEEP = 0.25  # of the text, for the picture of heads
+SHADES = " ·░▒▓█"  # of a head that keeps next to nothing, ..., nearly all
+
+# Text.
 
 
 def sequences(source: str, tokenizer: PreTrainedTokenizerBase, length: int, tokens: int) -> Iterator[Tensor]:
@@ -45,7 +57,7 @@ def sequences(source: str, tokenizer: PreTrainedTokenizerBase, length: int, toke
     Documents are packed one after the other, as in pre-training, and cut into sequences; each starts with the
     tokenizer's start token if it has the habit of adding one. The last, shorter rest is dropped.
 
-    Args: source: as in `common.documents`.
+    Args: source: as in `facts.documents`.
     """
     if length < 2 or tokens < length:
         raise FastKVError(
@@ -56,7 +68,7 @@ def sequences(source: str, tokenizer: PreTrainedTokenizerBase, length: int, toke
     step = length - len(start)
     waiting: list[int] = []
     made = 0
-    for text in common.documents(source):
+    for text in facts.documents(source):
         waiting += tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         while len(waiting) >= step and made + length <= tokens:
             yield torch.tensor([start + waiting[:step]])
@@ -64,27 +76,71 @@ def sequences(source: str, tokenizer: PreTrainedTokenizerBase, length: int, toke
         if made + length > tokens:
             return
     if not made:
-        raise FastKVError(
-            f"{source} has {len(waiting)} tokens, but expected at least one sequence of {length}; use more text or a "
-            "smaller length"
-        )
+        facts.check_tokens(source, len(waiting), length)
 
 
-def checked(batches: Iterable[Tensor], progress: Callable[[int], None] | None) -> Iterator[Tensor]:
-    """The batches; tells how many tokens were used. Raises FastKVError for what are no token ids [B, T]."""
-    tokens = 0
+def checked(batches: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The batches. Raises FastKVError for what are no token ids [B, T]."""
     for ids in batches:
         if ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
             raise FastKVError(
                 f"fit needs batches of token ids [B, T], got {list(ids.shape)} {ids.dtype}; tokenise first"
             )
         yield ids
-        tokens += ids.numel()
-        if progress is not None:
-            progress(tokens)
 
 
-class Sums:
+def written(options: argparse.Namespace, console: Console, fit: Callable[..., T]) -> T:
+    """What `fit(model, batches)` makes of the text of the options, in the file of the options."""
+    model, tokenizer = common.load(options.model)
+    batches = sequences(options.text, tokenizer, options.length, options.tokens)
+    with common.progress(console) as shown:
+        fitted = fit(model, shown.track(batches, options.tokens // options.length, description="reading"))
+    fitted.save(options.out)
+    return fitted
+
+
+def say_use(options: argparse.Namespace, console: Console, tokens: int, use: str) -> None:
+    """Which file was written, and how to use it."""
+    console.print(f"{options.out} written, from {tokens:,} tokens. Use it:")
+    console.print(f"  {use}", soft_wrap=True, markup=False)
+
+
+# Heads: what they keep is measured by `fastkv.calibrate_heads`.
+
+
+def picture(shares: Tensor) -> str:
+    """Layers from left to right and their heads below each other: the share of a text that each keeps.
+
+    Args: shares: [layers, Hkv], as `HeadShares.shares` gives them for `KEEP`.
+    """
+    level = (shares * KEEP * (len(SHADES) - 1)).round().long().clamp(max=len(SHADES) - 1)
+    rows = ["".join(SHADES[number] for number in head) for head in level.T.tolist()]
+    title = f"what each head keeps of a text where a quarter stays ({len(level)} layers from left to right):"
+    shades = ", ".join(f"{shade!r} {100 * place // (len(SHADES) - 1)} %" for place, shade in enumerate(SHADES))
+    return "\n".join([title, *(f"  head {head:<3}|{row}|" for head, row in enumerate(rows)), f"  {shades}"])
+
+
+def run_heads(options: argparse.Namespace) -> None:
+    """Calibrate, write the file, show which heads keep most and say how to use it."""
+    console = Console(highlight=False)
+    model, tokenizer = common.load(options.model)
+    text = None
+    if options.text:
+        text = tokenizer(facts.read(options.text), return_tensors="pt", verbose=False)["input_ids"]
+    total = TEXTS * ROWS * LENGTH if text is None else min(text.shape[1], LONGEST)
+    total *= 1 + sees_everything(model)  # each token twice, or once
+    with common.progress(console) as shown:
+        bar = shown.add_task("calibrating", total=total)
+        made = calibrate_heads(model, options.out, text, options.seed, lambda n: shown.advance(bar, n))
+    console.print(picture(made.shares(KEEP)), highlight=False)
+    use = f'fastkv.patch(model, budget=fastkv.Budget(keep=0.25, heads="{options.out}"))'
+    say_use(options, console, made.tokens, use)
+
+
+# Maps from keys to values.
+
+
+class PairSums:
     """Sums of products of the keys and values of one layer, per KV head, in float64: all that least squares needs.
 
     Attributes:
@@ -122,14 +178,13 @@ class Sums:
         return torch.where(varies, 1 - residual / torch.where(varies, total, 1), 0)
 
 
-def fit(
+def fit_vector(
     model: PreTrainedModel,
     batches: Iterable[Tensor],
     *,
     joint: bool = False,
     held_out: float = 0.1,
     boundary: float = 1.0,
-    progress: Callable[[int], None] | None = None,
 ) -> VectorMap:
     """Fit the maps of all full-attention layers of a stock model to text.
 
@@ -139,16 +194,15 @@ def fit(
         joint: one map from the keys of all heads of a layer to the values of all, instead of one a KV head.
         held_out: share of the sequences that measure the maps and do not enter them: the first, then evenly spaced.
         boundary: see `required_r2`, which gives the threshold.
-        progress: called after each batch with the number of tokens read so far.
 
     Returns: the maps, on the CPU.
     """
     threshold = required_r2(boundary)
     turning = rotations(model, _full_layers(model, held_out), halves=True)
-    fitted: dict[int, Sums] = {}
-    measured: dict[int, Sums] = {}
+    fitted: dict[int, PairSums] = {}
+    measured: dict[int, PairSums] = {}
     tokens = rows = held = 0
-    for ids in checked(batches, progress):
+    for ids in checked(batches):
         apart = []
         for row in range(rows, rows + len(ids)):
             apart.append(held < held_out * (row + 1))
@@ -159,7 +213,7 @@ def fit(
         for layer, *pairs in pre_rope_pairs(model, turning, ids):
             keys, values = map(side_by_side, pairs) if joint else pairs
             for kept, which in ((fitted, ~chosen), (measured, chosen)):
-                kept.setdefault(layer, Sums(keys, values)).add(keys[which], values[which])
+                kept.setdefault(layer, PairSums(keys, values)).add(keys[which], values[which])
     if not 0 < held < rows:
         raise FastKVError(
             f"fit needs a sequence to fit and one to hold out, got {rows} in all; pass more text or shorter sequences"
@@ -215,45 +269,10 @@ def pre_rope_pairs(
         yield layer, turning[layer].to(keys.device).unrotate(keys.float(), positions), values
 
 
-def add_corpus(parser: argparse.ArgumentParser, out: str) -> None:
-    """The options of what is fitted to text."""
-    option = partial(common.option, parser)
-    common.add_model(parser, out, "file to write", "FILE")
-    option("--text", common.TEXT, f"{common.TEXTS}, or a folder of .txt and .md files", "PATH")
-    option("--length", 2048, "tokens of a sequence")
-    option("--tokens", 200_000, "tokens in all")
-
-
-def written(options: argparse.Namespace, console: Console, fit: Callable[..., T]) -> T:
-    """What `fit(model, batches, progress=...)` makes of the text of the options, in the file of the options."""
-    model, tokenizer = common.load(options.model)
-    batches = sequences(options.text, tokenizer, options.length, options.tokens)
-    with common.progress(console) as shown:
-        bar = shown.add_task("reading", total=options.tokens // options.length * options.length)
-        fitted = fit(model, batches, progress=lambda n: shown.update(bar, completed=n))
-    fitted.save(options.out)
-    return fitted
-
-
-def say_use(options: argparse.Namespace, console: Console, tokens: int, use: str) -> None:
-    """Which file was written, and how to use it."""
-    console.print(f"{options.out} written, from {tokens:,} tokens. Use it:")
-    console.print(f"  {use}", soft_wrap=True, markup=False)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastkv calibrate vector`."""
-    add_corpus(parser, "vector.safetensors")
-    edge = "importance at the edge of eviction relative to the mean of what stays; smaller asks a head for more"
-    common.option(parser, "--boundary", 1.0, edge, "S")
-    joint = "one map for all heads of a layer, as in the paper; they then keep the same tokens"
-    parser.add_argument("--joint", action="store_true", help=joint)
-
-
-def run(options: argparse.Namespace) -> None:
+def run_vector(options: argparse.Namespace) -> None:
     """Fit, print R^2 of every head, write the file and say how to use it."""
     console = Console(highlight=False)
-    fitted = written(options, console, partial(fit, joint=options.joint, boundary=options.boundary))
+    fitted = written(options, console, partial(fit_vector, joint=options.joint, boundary=options.boundary))
     console.print(table_of(fitted))
     usable = [use for layer in fitted.weights for use in fitted.usable(layer)]
     console.print(
@@ -273,3 +292,92 @@ def table_of(fitted: VectorMap) -> Table:
         cells = [f"{x:.3f}{'' if use else ' plain'}" for x, use in zip(r2.tolist(), fitted.usable(layer))]
         table.add_row(str(layer), *cells, f"{r2.mean():.3f}")
     return table
+
+
+# Statistics of queries.
+
+
+class QuerySums:
+    """Sums over the queries of one layer, in float64.
+
+    Attributes: count: queries of a head.  mean: [Hq, Dk], of queries before the embedding.  length: [Hq, F], of the
+        lengths of their pairs after it.
+    """
+
+    def __init__(self, rotary: Rotary) -> None:
+        self.rotary, self.count = rotary, 0
+        self.mean = self.length = torch.zeros((), dtype=torch.float64)
+
+    def add(self, queries: Tensor, positions: Tensor) -> None:
+        """Add queries [B, Hq, T, Dk] as turned to `positions` [B, 1, T]."""
+        queries = queries.float()
+        self.count += queries.shape[0] * queries.shape[2]
+        self.mean = self.mean + self.rotary.unrotate(queries, positions).double().sum((0, 2))
+        self.length = self.length + self.rotary.lengths(queries).double().sum((0, 2))
+
+    def statistics(self) -> QueryStatistics:
+        """What they come to, on the CPU."""
+        mean = (self.mean / self.count).float()
+        start = torch.zeros(1, dtype=torch.int64, device=mean.device)
+        turned = self.rotary.ahead(mean[None, :, None], start[None, None], start)[0, :, 0]
+        excess = (self.length / self.count).float() - self.rotary.lengths(turned)
+        return QueryStatistics(mean.cpu(), excess.clamp(min=0).cpu())
+
+
+@dataclass(frozen=True, eq=False)
+class Recorder(Policy):
+    """Adds up the queries of every block; nothing is ever evicted where it is used.
+
+    Args: sums: layer -> sums.
+    """
+
+    name = "recorder"
+    needs = frozenset({"queries", "memory", "pre_rope"})
+
+    sums: dict[int, QuerySums]
+
+    def remember(self, signals: Signals) -> Tensor:
+        """Nothing new, but the sums grow."""
+        assert signals.queries is not None and signals.layer.rotary is not None and signals.memory is not None
+        positions = signals.positions[:, :1, -signals.queries.shape[2] :]
+        self.sums.setdefault(signals.layer.index, QuerySums(signals.layer.rotary)).add(signals.queries, positions)
+        return signals.memory
+
+    def score(self, signals: Signals) -> Tensor:
+        """Zeros."""
+        assert signals.memory is not None
+        return signals.memory
+
+
+@torch.no_grad()
+def fit_queries(model: PreTrainedModel, batches: Iterable[Tensor]) -> QueryCalibration:
+    """Read text with a stock model.
+
+    Args:
+        model: a transformers model that `fastkv.patch` takes, not patched, in eval mode.
+        batches: token ids, [B, T] each, no padding; B and T may vary. They are read once and nothing of them is kept.
+    Raises: FastKVError if the model cannot be patched or there is nothing to read.
+    """
+    common.check_stock("fit", model)
+    sums: dict[int, QuerySums] = {}
+    tokens = 0
+    for ids in checked(batches):
+        with patched(model, Recorder(sums), Budget(tokens=ids.shape[1], sinks=0, recent=0)):
+            model.base_model(input_ids=ids.to(model.device), use_cache=True)
+        tokens += ids.numel()
+    if not tokens:
+        raise FastKVError("fit needs a sequence to read, got none; pass more text or shorter sequences")
+    layers = {layer: sums[layer].statistics() for layer in sorted(sums)}
+    for layer, known in layers.items():
+        if not all(part.isfinite().all() for part in known):
+            raise FastKVError(
+                f"fit needs finite queries, layer {layer} has others; load the model in bfloat16 or float32"
+            )
+    return QueryCalibration(layers, fingerprint(model.config), describe(model.config), tokens)
+
+
+def run_queries(options: argparse.Namespace) -> None:
+    """Read, write the file and say how to use it."""
+    console = Console(highlight=False)
+    use = f'fastkv.patch(model, fastkv.policies.get("triattention", calibration="{options.out}"))'
+    say_use(options, console, written(options, console, fit_queries).tokens, use)
