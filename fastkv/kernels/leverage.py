@@ -7,7 +7,7 @@ matrices in float64 without a host sync; if the relative ridge of 1e-6 is lost i
 second factor with 1e-4 takes its place, chosen on the device. With `centre` each split sums about the mean of its first
 keys, and splits merge as in Chan et al.
 
-Bytes: keys twice, 4 N out, 4 k^2 per split and head.
+Bytes: keys twice, 4 N out, 4 k^2 per split and head; for k > 64 each part of the Gram matrix reads the keys.
 Does not handle: unsketched keys with D > 128 and the QR and SVD methods; they stay in the reference.
 """
 
@@ -37,9 +37,16 @@ def _most_columns(width: int, dtype: torch.dtype) -> int:
     return MAX_SKETCH if width * dtype.itemsize <= 512 else MAX_SKETCH // 2
 
 
-def _part(dtype: torch.dtype) -> int:
-    """How many columns are solved at once: their three terms fit in shared memory beside the sketch, also on sm_80."""
-    return 32 if dtype == torch.float32 else 64
+def _gram_part(columns: int) -> int:
+    """How many rows and columns of the Gram matrix a program adds up. More of 128 spill on sm_80 and AMD, and are
+    compiled to nothing for sm_100."""
+    return columns if columns <= 64 else 32
+
+
+def _part(dtype: torch.dtype, columns: int, hip: bool) -> int:
+    """How many columns are solved at once: their three terms fit in shared memory beside the sketch, also on sm_80, and
+    in registers on AMD."""
+    return min(columns, 32 if dtype == torch.float32 or (hip and columns > 64) else 64)
 
 
 def _tile(width: int, hip: bool) -> tuple[int, int]:
@@ -59,16 +66,16 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def _sketch(sketch_ptr, TILE: tl.constexpr):
-    """Phi, padded to [BD, BK]."""
+def _sketch(sketch_ptr, first, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """WIDTH columns of Phi, padded to [BD, WIDTH]."""
     K: tl.constexpr = TILE.K
-    row, column = tl.arange(0, TILE.BD)[:, None], tl.arange(0, TILE.BK)[None, :]
+    row, column = tl.arange(0, TILE.BD)[:, None], first + tl.arange(0, WIDTH)[None, :]
     return tl.load(sketch_ptr + row * K + column, mask=(row < TILE.D) & (column < K), other=0.0)
 
 
 @triton.jit
-def _sketched_keys(keys, mask_ptr, sketch, head, first, high, N, TILE: tl.constexpr):
-    """X of BLOCK_N keys of a head, fp32 and 0 where not real, their indices, and which are real."""
+def _keys(keys, mask_ptr, head, first, high, N, TILE: tl.constexpr):
+    """BLOCK_N keys of a head, 0 where not real, their indices, and which are real."""
     HEADS: tl.constexpr = TILE.HEADS
     index = first + tl.arange(0, TILE.BLOCK_N)
     real = index < high
@@ -77,42 +84,61 @@ def _sketched_keys(keys, mask_ptr, sketch, head, first, high, N, TILE: tl.conste
     column = tl.arange(0, TILE.BD)[None, :]
     keys_ptr = keys.ptr + (head // HEADS) * keys.stride_b + (head % HEADS) * keys.stride_h
     spot = keys_ptr + index.to(tl.int64)[:, None] * keys.stride_t + column
-    k = tl.load(spot, mask=real[:, None] & (column < TILE.D), other=0.0)
-    return _dot(k, sketch), index, real
+    return tl.load(spot, mask=real[:, None] & (column < TILE.D), other=0.0), index, real
+
+
+@triton.jit
+def _about_mean(x, shift, real, count, more, CENTRE: tl.constexpr):
+    """Sketched keys less the shift, 0 where not real, and the shift: the mean of the first tile that has real keys."""
+    if CENTRE:
+        shift = tl.where(count == 0, tl.sum(x, 0) / tl.maximum(more, 1).to(tl.float32), shift)
+        x = tl.where(real[:, None], x - shift[None, :], 0.0)
+    return x, shift
 
 
 @triton.jit(do_not_specialize=["N", "rows_per_split"])  # the length of a prompt
 def _gram_kernel(
     keys: View, mask_ptr, sketch_ptr, grams_ptr, means_ptr, counts_ptr, N, rows_per_split, TILE: tl.constexpr,
-    CENTRE: tl.constexpr,
+    PART: tl.constexpr, CENTRE: tl.constexpr,
 ):  # fmt: skip
+    """PART rows and columns of the Gram matrix of a split; those of the first columns write the means of their rows."""
     K: tl.constexpr = TILE.K
-    BK: tl.constexpr = TILE.BK
+    ALL: tl.constexpr = TILE.BK == PART
     head = tl.program_id(1).to(tl.int64)
     low = tl.program_id(0) * rows_per_split
     high = tl.minimum(low + rows_per_split, N)
-    sketch = _sketch(sketch_ptr, TILE)
-    gram = tl.zeros([BK, BK], tl.float32)
-    total = tl.zeros([BK], tl.float32)
-    shift = tl.zeros([BK], tl.float32)  # mean of the first tile with real keys: sums about it do not cancel
+    down, across = tl.program_id(2) // (TILE.BK // PART) * PART, tl.program_id(2) % (TILE.BK // PART) * PART
+    sketch = _sketch(sketch_ptr, down, TILE, PART)
+    other = sketch if ALL else _sketch(sketch_ptr, across, TILE, PART)
+    gram = tl.zeros([PART, PART], tl.float32)
+    total = tl.zeros([PART], tl.float32)
+    shift = tl.zeros([PART], tl.float32)  # mean of the first tile with real keys: sums about it do not cancel
+    total_across = total
+    shift_across = shift
     count = tl.zeros([], tl.int32)
     for first in range(low, high, TILE.BLOCK_N):
-        x, _, real = _sketched_keys(keys, mask_ptr, sketch, head, first, high, N, TILE)
+        k, _, real = _keys(keys, mask_ptr, head, first, high, N, TILE)
         more = tl.sum(real.to(tl.int32), 0)
-        if CENTRE:
-            shift = tl.where(count == 0, tl.sum(x, 0) / tl.maximum(more, 1).to(tl.float32), shift)
-            x = tl.where(real[:, None], x - shift[None, :], 0.0)
-        gram += _dot32(tl.trans(x), x)
+        x, shift = _about_mean(_dot(k, sketch), shift, real, count, more, CENTRE)
+        y = x
+        if not ALL:
+            y, shift_across = _about_mean(_dot(k, other), shift_across, real, count, more, CENTRE)
+            total_across += tl.sum(y, 0)
+        gram += _dot32(tl.trans(x), y)
         total += tl.sum(x, 0)
         count += more
     mean = total / tl.maximum(count, 1).to(tl.float32)
     if CENTRE:
-        gram -= (total[:, None] * mean[None, :]).to(tl.float32)
+        mean_across = mean if ALL else total_across / tl.maximum(count, 1).to(tl.float32)
+        gram -= (total[:, None] * mean_across[None, :]).to(tl.float32)
     part = head * tl.num_programs(0) + tl.program_id(0)
-    row, column = tl.arange(0, BK)[:, None], tl.arange(0, BK)[None, :]
+    row, column = down + tl.arange(0, PART)[:, None], across + tl.arange(0, PART)[None, :]
     tl.store(grams_ptr + (part * K + row) * K + column, gram, mask=(row < K) & (column < K))
-    tl.store(means_ptr + part * K + tl.arange(0, BK), mean + shift, mask=tl.arange(0, BK) < K)
-    tl.store(counts_ptr + part, count)
+    if across == 0:
+        index = down + tl.arange(0, PART)
+        tl.store(means_ptr + part * K + index, mean + shift, mask=index < K)
+        if down == 0:
+            tl.store(counts_ptr + part, count)
 
 
 @triton.jit(do_not_specialize=["N", "rows_per_split"])  # the length of a prompt
@@ -126,7 +152,7 @@ def _norm_kernel(
     head = tl.program_id(1).to(tl.int64)
     low = tl.program_id(0) * rows_per_split
     high = tl.minimum(low + rows_per_split, N)
-    sketch = _sketch(sketch_ptr, TILE)
+    sketch = _sketch(sketch_ptr, 0, TILE, BK)
     row, columns = tl.arange(0, BK)[:, None], tl.arange(0, PART)[None, :]
     solve_ptr += head * K * K
     if PART == BK:
@@ -135,8 +161,8 @@ def _norm_kernel(
     if mean_ptr is not None:
         mean = tl.load(mean_ptr + head * K + tl.arange(0, BK), mask=tl.arange(0, BK) < K, other=0.0)
     for first in range(low, high, BLOCK_N):
-        x, index, real = _sketched_keys(keys, mask_ptr, sketch, head, first, high, N, TILE)
-        x = tl.where(real[:, None], x - mean[None, :], 0.0)
+        k, index, real = _keys(keys, mask_ptr, head, first, high, N, TILE)
+        x = tl.where(real[:, None], _dot(k, sketch) - mean[None, :], 0.0)
         score = tl.zeros([BLOCK_N], tl.float32)
         for part in tl.range(0, K, PART):
             if PART < BK:
@@ -199,8 +225,10 @@ def leverage_scores(*, keys: Tensor, sketch: Tensor, mask: Tensor | None = None,
     inputs = View.of(keys), None if mask is None else mask.view(torch.uint8), sketch.to(keys.dtype)
     sizes = Tile(heads, dim, width, size, pow2(size, 16), tile)
     flags, grid = {"TILE": sizes, "num_warps": warps, "num_stages": stages(2)}, (splits, batch * heads)
-    _gram_kernel[grid](*inputs, grams, means, counts, num, rows, CENTRE=centre, **flags)
+    part = _gram_part(sizes.BK)
+    parts = (*grid, (sizes.BK // part) ** 2)
+    _gram_kernel[parts](*inputs, grams, means, counts, num, rows, PART=part, CENTRE=centre, **flags)
     solve, middle = _solve_matrix(grams, means, counts, centre)
-    part = min(_part(keys.dtype), sizes.BK)
+    part = _part(keys.dtype, sizes.BK, on_hip())
     _norm_kernel[grid](*inputs, solve, middle if centre else None, scores, num, rows, PART=part, **flags)
     return scores
