@@ -274,9 +274,11 @@ class Variant:
     def narrow(self) -> bool:
         """Whether loads of 2 bytes are fine, of tiles of no more numbers than threads, or twice as many codes."""
         dim, slots = self.given.get("dim", 0), self.given.get("slots", "model")
-        if self.of == PREFILL and self.given.get("correction") == "centroids":
+        if self.of == PREFILL:
             tile, threads = self.constant("TILE"), CHIPS[self.chip].target.warp_size * self.options["num_warps"]
-            return slots in FOUR or tile.BLOCK_C * tile.SLICE <= threads
+            centroids = self.given.get("correction") == "centroids"
+            evicted = tile.BLOCK_C * tile.SLICE if centroids else tile.SEED * tile.BV
+            return slots in FOUR or evicted <= threads
         coded = slots != "model" and (dim >= 256 or self.of == "evict.evict")
         return slots in FOUR or (self.of in LEAVING and (dim > 256 or coded))
 
