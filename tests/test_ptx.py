@@ -19,7 +19,7 @@ SAMPLE = (
     "tests/test_kernels_decode.py::test_vector_decode_shapes[group8-float16]",
     "tests/test_kernels_evict.py::test_evict_without_slope",
     "tests/test_kernels_evict.py::test_moment_scores_shapes[llama-float32]",
-    "tests/test_kernels_prefill.py::test_groups[1-float32]",
+    "tests/test_kernels_prefill.py::test_centroids[(128, 48, 1, 17, torch.float32)-None-float32]",
     "tests/test_kernels_remember.py::test_an_eviction[64-float32]",
     "tests/test_kernels_scores.py::test_keydiff[cosine-mean-float32]",
     "tests/test_kernels_scores.py::test_leverage[False-none-float32]",
