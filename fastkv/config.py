@@ -138,7 +138,7 @@ class Config:
 
     @property
     def deferred(self) -> str:
-        """What lets the first prompt be compressed only after all layers have read it; empty if nothing does."""
+        """Why the first prompt is compressed only after all layers have read it, in words; empty if it need not wait."""
         if self.policy.second_reading is not None:
             return f"policy {self.policy.name!r}"
         return "" if self.budget.quality is None else "Budget(quality=...)"

@@ -38,8 +38,8 @@ def _most_columns(width: int, dtype: torch.dtype) -> int:
 
 
 def _gram_part(columns: int) -> int:
-    """How many rows and columns of the Gram matrix a program adds up. More of 128 spill on sm_80 and AMD, and are
-    compiled to nothing for sm_100."""
+    """How many rows and columns of the Gram matrix a program adds up. A whole matrix of 128 columns spills on sm_80 and
+    AMD, and is compiled to nothing for sm_100."""
     return columns if columns <= 64 else 32
 
 
