@@ -138,7 +138,7 @@ class Config:
 
     @property
     def deferred(self) -> str:
-        """Why the first prompt is compressed only after all layers have read it, in words; empty if it need not wait."""
+        """Why a first prompt is compressed only after all layers have read it, in words; empty if it does not wait."""
         if self.policy.second_reading is not None:
             return f"policy {self.policy.name!r}"
         return "" if self.budget.quality is None else "Budget(quality=...)"
