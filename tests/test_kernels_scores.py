@@ -377,18 +377,19 @@ def test_leverage(kind, dtype, centre):
 
 
 @pytest.mark.parametrize(
-    "dim, size, method, dtype",
+    "dim, size, method, dtype, centre",
     [
-        (80, 64, "srht", torch.float16),
-        (128, 64, "srht", torch.float16),
-        (256, 100, "cholesky", torch.float16),
-        (512, 64, "srht", torch.float16),
-        (128, 100, "cholesky", torch.float32),
-        (256, 64, "cholesky", torch.float32),
+        (80, 64, "srht", torch.float16, False),
+        (128, 64, "srht", torch.float16, False),
+        (256, 100, "cholesky", torch.float16, False),
+        (512, 64, "srht", torch.float16, False),
+        (128, 100, "cholesky", torch.float32, True),
+        (256, 64, "cholesky", torch.float32, False),
     ],
 )
-def test_leverage_of_wide_sketches(dim, size, method, dtype):
-    lever(1, 2, 150 if dtype == torch.float16 else 70, dim, dtype, "none", size=size, method=method, shift=0.0)
+def test_leverage_of_wide_sketches(dim, size, method, dtype, centre):
+    num, shift = 150 if dtype == torch.float16 else 70, 3.0 * centre
+    lever(1, 2, num, dim, dtype, "none", size=size, method=method, centre=centre, shift=shift)
 
 
 @pytest.mark.parametrize("num, rank", [(5, 64), (1, 64), (200, 3), (200, 0)])

@@ -201,7 +201,7 @@ def test_random_depends_on_seed_layer_head_and_position_only():
 
 
 @pytest.mark.parametrize("method", LEVERAGE_METHODS)
-def test_leverage_in_fp32_sums_to_the_rank_and_ignores_invertible_maps(method):
+def test_leverage_sums_to_the_rank_in_fp32_and_ignores_invertible_maps(method):
     keys = torch.cat([randn(1, 1, 50, rank, seed=1) @ randn(1, 1, rank, 32, seed=2) for rank in range(4)], 1)
     for sketch_dim in (None, 16):
         score = leverage_scores(keys.float(), sketch_dim, method)
@@ -209,8 +209,8 @@ def test_leverage_in_fp32_sums_to_the_rank_and_ignores_invertible_maps(method):
         assert (score[:, 0] == 0).all() and 0 <= score.min() and score.max() <= 1 + 1e-3
         torch.testing.assert_close(score.sum(-1)[0], torch.arange(4.0), atol=1e-2, rtol=0)
     turned = keys @ (randn(32, 32, seed=3) + 8 * torch.eye(32, dtype=F64))
-    one, other = (leverage_scores(rows.float(), None, method) for rows in (keys, turned))
-    torch.testing.assert_close(one, other, atol=2e-3, rtol=0)
+    one, other = (leverage_scores(rows, None, method) for rows in (keys, turned))
+    torch.testing.assert_close(one, other, atol=2e-3 if method in ("cholesky", "srht") else 1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("method", LEVERAGE_METHODS)
