@@ -1,6 +1,7 @@
 """The command line: help, doctor, mistakes, and the demo on the toy."""
 
 import re
+import resource
 import shlex
 import subprocess
 import sys
@@ -183,6 +184,16 @@ def test_a_model_that_reads_for_every_cache_answers_the_same(bundled, monkeypatc
     again = demo.compared(model, tokenizer, task, ("4x",), Console(quiet=True))
     fastkv.unpatch(model)
     assert [(one.answers, one.kl, one.nbytes) for one in first] == [(one.answers, one.kl, one.nbytes) for one in again]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_the_demo_takes_memory_from_the_kernel_once():
+    demo.keep_freed_memory()
+    torch.zeros(1 << 21)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.zeros(1 << 21)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000  # pages; 40,960 are used
 
 
 def test_the_document_answers_the_questions_of_the_demo():
