@@ -151,15 +151,17 @@ class Command:
     example: str
     options: tuple[Option, ...]
     module: str
-    extra: str
+    extras: tuple[str, ...]
 
 
 COMMANDS: dict[str, Command] = {}
 
 
-def command(name: str, help: str, example: str, *options: Option, module: str = "", extra: str = "cli") -> None:
+def command(
+    name: str, help: str, example: str, *options: Option, module: str = "", extras: tuple[str, ...] = ("cli",)
+) -> None:
     """Let there be a subcommand."""
-    COMMANDS[name] = Command(help, example, options, module, extra)
+    COMMANDS[name] = Command(help, example, options, module, extras)
 
 
 command(
@@ -297,6 +299,7 @@ command(
     option("--metadata", [], "of tasks, as max_seq_lengths=[4096,8192] num_samples=20", "K=V", nargs="+"),
     option("--include-path", str, "folder with task YAML files of your own", "DIR"),
     module=".harness",
+    extras=("cli", "eval"),
 )
 command(
     "bench",
@@ -348,7 +351,7 @@ command(
     option("--slots", "auto", "how keys and values are stored", choices=SLOTS),
     option("--policy", "fastkv", "policy", "NAME"),
     module=".doctor",
-    extra="",
+    extras=(),
 )
 
 
@@ -392,8 +395,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = build_parser().parse_args(words)
         command: Command = options.command
-        if command.extra:
-            check_installed("this command", command.extra)
+        for extra in command.extras:
+            check_installed("this command", extra)
         module, _, function = command.module.partition(":")
         getattr(importlib.import_module(module, __package__), function or "run")(options)
     except FastKVError as error:

@@ -37,8 +37,6 @@ from ..integrations.transformers.stock import CACHE
 from ..policies import Policy, Reread, get
 from ..prefix import answers
 
-QUESTION = ("later", "seen")
-
 
 @torch.no_grad()
 def read(model: Any, ids: Tensor) -> Any:
