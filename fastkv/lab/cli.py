@@ -231,7 +231,6 @@ command(
     option("--lengths", (256, 512, 1024), "tokens of the texts", least=SHORTEST),
     option("--seed", 0, "seed of the first text"),
     option("--penalty", 2.0, "weight of too high predictions, relative to too low ones", "W"),
-    option("--query-aware", False, "compress each context together with its question, not before it is known"),
     module=".fit_context",
 )
 command(
@@ -247,7 +246,7 @@ command(
 command(
     "fidelity",
     "compare attention outputs, evicted mass and next tokens of every policy and budget with the full cache, all "
-    "at equal bytes; writes fidelity.json and a picture",
+    "at equal bytes; writes fidelity.json",
     "--budgets 128,256 --question later --out fidelity",
     MODEL,
     out("fastkv-fidelity"),
@@ -304,7 +303,7 @@ command(
 command(
     "bench",
     "measure time to the first token, time per token and memory of the full cache and of every policy and budget, "
-    "with a checkpoint or random weights; writes bench.json and bench.png",
+    "with a checkpoint or random weights; writes bench.json",
     "--shape llama-3.1-8b --contexts 4096,16384 --budgets 512,1024 --batch 1,8",
     option("--model", str, f"{MODEL_IS} (default: random weights)", "PATH"),
     option("--shape", str, f"random weights in a shape: {SHAPES}, of which as many layers as fit", "NAME"),
