@@ -76,18 +76,5 @@ from .selection import (
     select_slots,
     slot_signals,
 )
-from .slots import (
-    FORMATS,
-    FP8,
-    INT4,
-    INT8,
-    PLAIN,
-    Codec,
-    RowFormat,
-    SlotFormat,
-    Stored,
-    rotated,
-    slot_format,
-    step_of,
-)
+from .slots import FORMATS, FP8, INT4, INT8, PLAIN, Codec, RowFormat, SlotFormat, Stored, rotated, slot_format, step_of
 from .state import LayerState, Recovery, Slots, Spec
