@@ -56,7 +56,7 @@ def page(tmp_path_factory):
     path = tmp_path_factory.mktemp("view") / "new" / "view.html"
     text = path.parent.parent / "text.txt"
     text.write_text(told("facts", CONTEXT, 1))
-    sizes = [f"--context={CONTEXT}", f"--prefill-block={BLOCK}", f"--steps={STEPS}", f"--text={text}", "--answer=4"]
+    sizes = [f"--context={CONTEXT}", f"--prefill-block={BLOCK}", f"--steps={STEPS}", f"--text={text}"]
     caches = [f"--policies={','.join(POLICIES)}", f"--budgets={','.join(map(str, BUDGETS))}"]
     assert main([*VIEW, *sizes, *caches, "--out", str(path)]) == 0
     return path

@@ -186,7 +186,6 @@ command(
     option("--policy", "fastkv", "policy", "NAME"),
     option("--budget", "1024", "tokens per KV head, or bytes=N"),
     option("--words", 256, "tokens of an answer, at most", least=1),
-    option("--load", "", "conversation to continue", "FILE"),
     module=".chat",
 )
 command(
@@ -329,7 +328,6 @@ command(
     out("fastkv-view.html", "page to write", "FILE"),
     option("--text", "facts", f"{TEXTS}, or facts, topics with facts, a question and its answer", "FILE"),
     option("--seed", 0, "seed of the facts"),
-    option("--answer", 0, "number of last tokens of your text that are an answer", least=0),
     option("--context", int, "tokens of the text (default: all of it, at most 4096)", least=SHORTEST),
     option("--policies --policy", ("fastkv", "momentkv", "snapkv", "keydiff", "streaming"), "policies", "NAME"),
     option("--budgets --budget", (128, 256, 512), "sizes of the cache, tokens per KV head"),

@@ -103,13 +103,12 @@ def text_of(tokenizer: Any, options: argparse.Namespace, context: int) -> Text:
     """The first `context` tokens of the text. Raises FastKVError if it is too short, or foreign to the tokenizer."""
     if options.text == FACTS:
         return with_facts(tokenizer, options, context)
-    whole, answer = facts.read(options.text), options.answer
+    whole = facts.read(options.text)
     encoded = tokenizer(whole, truncation=True, max_length=context, return_offsets_mapping=tokenizer.is_fast)
     ids = encoded.input_ids
     facts.check_tokens(options.text, len(ids), common.SHORTEST)
     pieces = pieces_of(tokenizer, whole, ids, encoded.get("offset_mapping"))
-    first = found(pieces, answer) if answer else 0
-    return Text(torch.tensor([ids]), pieces, Path(options.text).name, answer, first)
+    return Text(torch.tensor([ids]), pieces, Path(options.text).name, 0, 0)
 
 
 def with_facts(tokenizer: Any, options: argparse.Namespace, context: int) -> Text:
