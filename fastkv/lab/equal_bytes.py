@@ -81,8 +81,8 @@ def layer_token_bytes(layer: LayerCache) -> float:
     assert state is not None and rule is not None
     slots, heads, layout = state.exact, state.heads, rule.layout
     dims = slots.format.keys.dim(slots.keys.shape[-1]), slots.value_dim
-    like = (torch.empty(1, heads, 1, dim, dtype=slots.dtype, device="meta") for dim in dims)
-    costs = cost(*like, lambda tokens: replace(layout, tokens=(tokens,) * heads))
+    keys, values = (torch.empty(1, heads, 1, dim, dtype=slots.dtype, device="meta") for dim in dims)
+    costs = cost(keys, values, lambda tokens: replace(layout, tokens=(tokens,) * heads))
     return costs.spent(layout.mean + 1) - costs.spent(layout.mean)
 
 
