@@ -72,14 +72,10 @@ def compress(
     for layer, (k, v) in zip(made.compressed, layers):
         module = attentions[layer.cache.layer]
         groups = modules.Sizes.of(module).groups
-        layer.lazy_initialization(k, v)
-        layer.seen = num
-        held = layer.hold()
         nobody = k.new_zeros(()).expand(batch, k.shape[1] * groups, num, k.shape[3])  # whose queries nobody reads
         own = valid.to(k.device)
         k, v = (torch.where(own[:, None, :, None], part, 0) for part in (k, v))
-        held.held = nobody, k, v, own
-        held.attends = Attends(float(getattr(module, "scaling", None) or k.shape[3] ** -0.5))
+        layer.holds((nobody, k, v, own), Attends(float(getattr(module, "scaling", None) or k.shape[3] ** -0.5)))
         layer.commit(None)
     return made
 

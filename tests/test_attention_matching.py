@@ -82,64 +82,28 @@ def test_nothing_to_match_changes_nothing():
     assert not bias.any() and torch.equal(after, values)
 
 
-def told(keys="attention", softcap=None, tokens=9):
+def told(softcap=None):
     q, asked, rows, values, valid = setting(seed=1, spread=2.0)
     positions = torch.arange(N, dtype=torch.int32).repeat(B, HKV, 1)
     zeros = torch.zeros(B, HKV, N)
     signals = make_signals(
-        SCALE, keys=rows, values=values, positions=positions, valid=valid, softcap=softcap, tokens=tokens,
+        SCALE, keys=rows, values=values, positions=positions, valid=valid, softcap=softcap, tokens=9,
         attention=zeros, memory=zeros, reread=Reread(zeros + 0.5, q, asked),
     )  # fmt: skip
-    policy = AttentionMatching(keys=keys)
+    policy = AttentionMatching()
     signals = replace(signals, memory=policy.remember(signals))
     return signals, policy.score(signals)
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_scores_are_root_mean_squares_of_attention(softcap):
-    signals, scores = told(softcap=softcap)
+    signals, scores = told(softcap)
     again = signals.reread
     for b in range(B):
         for head in range(HKV):
             logits = rows_of(again.queries, again.asked, signals.keys, signals.valid, b, head, softcap)
             want = logits.softmax(-1).square().mean(0).sqrt()
             torch.testing.assert_close(scores[b, head].double(), want, atol=1e-6, rtol=1e-5)
-
-
-def pursue(mass, valid, num):
-    """Orthogonal matching pursuit of the row sums, by a fresh least squares problem at every step."""
-    wanted, picked, missing = mass.sum(-1), [], mass.sum(-1)
-    for _ in range(num):
-        gain = (missing @ mass).masked_fill(~valid, -torch.inf)
-        gain[picked] = -torch.inf
-        picked.append(int(gain.argmax()))
-        some = mass[:, picked]
-        missing = wanted - some @ torch.linalg.lstsq(some, wanted[:, None]).solution[:, 0].clamp(1e-12, math.exp(7))
-    return picked
-
-
-def test_omp_picks_keys_as_plain_matching_pursuit_does():
-    signals, scores = told("omp")
-    for b in range(B):
-        for head in range(HKV):
-            valid = signals.valid[b, head]
-            logits = rows_of(signals.reread.queries, signals.reread.asked, signals.keys, signals.valid, b, head)
-            picked = pursue((logits - logits.amax(-1, keepdim=True)).exp(), valid, 9)
-            assert scores[b, head].argsort(descending=True)[:9].tolist() == picked
-            others = torch.ones(N, dtype=torch.bool).index_fill(0, torch.tensor(picked), False)
-            assert torch.equal(scores[b, head, others], signals.memory[b, head, others]), "the rest goes by attention"
-
-
-def test_more_keys_than_queries_are_picked_once_each():
-    signals, _ = told("omp", tokens=N)
-    some = replace(signals.reread, queries=signals.reread.queries[:, :, :2], asked=signals.reread.asked[:, :2])
-    few = replace(signals, reread=some)
-    scores = AttentionMatching(keys="omp").score(few)
-    assert scores[few.valid].isfinite().all()
-    for b in range(B):
-        for head in range(HKV):
-            ranks = (scores - few.memory)[b, head][few.valid[b, head]].round().long()
-            assert len(ranks.unique()) == len(ranks) and int(ranks.min()) > 0
 
 
 def read(policy, length=50, heads="uniform", slots="model", **options):
@@ -173,8 +137,6 @@ def test_refusals():
         FastKVError, match="'matching' is fitted to a second reading of the prompt, and policy 'snapkv' reads once"
     ):
         fastkv.patch(model, "snapkv", 64, correction="matching")
-    with pytest.raises(FastKVError, match="keys must be 'attention' or 'omp', got 'kmeans'"):
-        AttentionMatching(keys="kmeans")
     latent = build("deepseek_v3")
     fastkv.patch(latent, "attention-matching", Budget(tokens=20, sinks=2, recent=4))
     with pytest.raises(FastKVError, match="changes values, which layer 0 keeps inside its keys"):

@@ -19,7 +19,7 @@ LENGTHS = (40, 1, 19)
 @pytest.fixture(autouse=True)
 def exact_means(monkeypatch):
     """Sums that differ in a last bit may be rounded to different bf16 numbers; what is asked here is less than that."""
-    monkeypatch.setattr(corrections.kinds, "MEANS", torch.float32)
+    monkeypatch.setattr(corrections, "MEANS", torch.float32)
 
 
 def small(**options):

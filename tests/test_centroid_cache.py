@@ -31,7 +31,7 @@ def attended(q, keys, values, parts, softcap):
 @pytest.mark.parametrize("block, softcap", [(None, 3.0), (32, None)], ids=["whole", "blocks"])
 def test_a_window_with_the_centroids_of_the_rest(monkeypatch, block, softcap):
     """StreamingLLM keeps a set that is known beforehand; the rest joins in the order in which it leaves. Unrounded."""
-    monkeypatch.setattr(corrections.kinds, "MEANS", torch.float32)
+    monkeypatch.setattr(corrections, "MEANS", torch.float32)
     budget, every, length = Budget(tokens=64, sinks=2, recent=4), 3, 110
     options = {"correction": "centroids", "evict_every": every, "prefill_block": block, "softcap": softcap}
     module = fresh("streaming", budget, **options)
@@ -74,7 +74,7 @@ def test_the_evicted_mass_of_a_block_reaches_what_is_observed(monkeypatch, wrapp
 
 @pytest.mark.parametrize("heads, block", [("uniform", 16), ("adaptive", None), ("fixed", 16)])
 def test_centroids_are_of_what_was_evicted(monkeypatch, block, heads, tmp_path):
-    monkeypatch.setattr(corrections.kinds, "MEANS", torch.float32)
+    monkeypatch.setattr(corrections, "MEANS", torch.float32)
     chosen = policy("duoattention", tmp_path) if heads == "fixed" else get("keydiff")
     sharing = "adaptive" if heads == "adaptive" else "uniform"
     ids, mask = prompt()

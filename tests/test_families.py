@@ -1,5 +1,6 @@
 """Which model types work: every check of `tests.families` on tiny models, and the lists that are written from them."""
 
+import json
 import re
 
 import pytest
@@ -144,18 +145,15 @@ def test_a_page_says_what_was_found():
     assert lists.table(text, "Refused") == {"other": ["other is not supported: why"]}
     assert lists.table(text, "Wrong or failing") == {"bad": ["whole: wrong"], "fine": ["blocks: wrong"]}
     assert lists.table(text, "Not tried") == {"none": ["no weights"]}
-    assert lists.tested(found) == (
-        'TESTED_WITH = "5.0"  # of transformers\n'
-        'FOUND = {\n    "all features but blocks, sdpa": """limited""",\n    "all features but odd": """good""",\n}\n'
-    )
+    types = {"all features but blocks, sdpa": "limited", "all features but odd": "good"}
+    assert lists.tested(found) == {"transformers": "5.0", "types": types}
 
 
 def test_the_command_keeps_and_writes(tmp_path, monkeypatch, capsys):
-    code, page = tmp_path / "families.py", tmp_path / "models.md"
-    code.write_text(lists.CODE.read_text())
+    file, page = tmp_path / "families.json", tmp_path / "models.md"
     page.write_text(PAGE)
     monkeypatch.setattr(lists, "PAGE", page)
-    monkeypatch.setattr(lists, "CODE", code)
+    monkeypatch.setattr(lists, "FILE", file)
     monkeypatch.setattr("tests.families.__main__.CHECKS", {})
     kept = ["--results", str(tmp_path / "kept.jsonl")]
     assert main(["--types", "llama,bloom,telepathy", *kept]) == 0
@@ -163,8 +161,7 @@ def test_the_command_keeps_and_writes(tmp_path, monkeypatch, capsys):
     assert main(["--types", "llama,bloom", "--missing", "--write", *kept]) == 0
     assert "1/" not in capsys.readouterr().out
     assert lists.table(page.read_text(), "Tested").keys() == {"llama"}
-    assert f'FOUND = {{\n    "{lists.summary(CHECKS)}": """llama""",\n}}\n' in code.read_text()
-    assert code.read_text().partition(lists.END)[2] == lists.CODE.read_text().partition(lists.END)[2]
+    assert json.loads(file.read_text())["types"] == {lists.summary(CHECKS): "llama"}
     main(["--list"])
     assert "mistral:windows-only" in capsys.readouterr().out.split()
 

@@ -302,7 +302,7 @@ def test_the_command_compares_and_writes(tmp_path):
     written = (out / "fidelity.json").read_text()
     record = json.loads(written)
     assert [row["error"] for row in record["rows"]] == [row.error for row in rows]
-    assert record["options"]["correction"] == "auto" and (out / "fidelity.png").stat().st_size > 20_000
+    assert record["options"]["correction"] == "auto"
     assert all(name in told for name in policies) and "KiB" in told
     for row in rows:
         assert len(row.by_text["error"]) == 2 and len(row.by_head["error"]) == 4 and len(row.by_head["error"][0]) == 4

@@ -43,7 +43,12 @@ def test_the_wheel_holds_what_a_user_needs(wheel):
     with zipfile.ZipFile(wheel) as file:
         names = [name for name in file.namelist() if ".dist-info/" not in name]
     here = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fastkv").rglob("*.py")}
-    data = {"fastkv/py.typed", "fastkv/lab/view.html", "fastkv/lab/flight.txt"}
+    data = {
+        "fastkv/py.typed",
+        "fastkv/lab/view.html",
+        "fastkv/lab/flight.txt",
+        "fastkv/integrations/transformers/families.json",
+    }
     assert here | data <= set(names)
     assert any(name.startswith("fastkv/lab/tasks/") for name in names)
     assert all(name.startswith("fastkv/") for name in names)

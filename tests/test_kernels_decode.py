@@ -124,11 +124,8 @@ class Case:
         return (*results, self.state.exact.attention)
 
     def workspace(self):
-        """Scratch full of NaN, for collected attention, too."""
-        tiers = self.state.tiers.values()
-        (batch, num_heads, dim), heads = self.q.shape, self.state.heads
-        most = max(slots.limit for slots in tiers)
-        return Workspace.allocate(batch, heads, num_heads // heads, most, dim, DEVICE, sets=len(tiers))
+        """Scratch full of NaN."""
+        return Workspace.for_state(self.q.shape[1], self.state)
 
 
 def assert_close(results, truth, same_dtype, dtype, slack_factor=1, lse_slack=0.0):
@@ -280,6 +277,7 @@ def test_decode_attention_refuses_other_numbers_of_sinks():
 def test_decode_attention_steps_share_a_workspace(split, attention):
     split(4)
     case = Case.make(2, 1, 4, 64, 30, torch.float32, (3, 20), (5, 0))
+    case.collect(attention)
     workspace = case.workspace()
     for _ in range(5):
         again = case.copy()

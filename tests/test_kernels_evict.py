@@ -94,8 +94,7 @@ class Case:
 
     def kernel(self, tokens, sinks=0, recent=0):
         """The launcher on this state, which it changes."""
-        batch, heads, slots, dim = self.state.exact.keys.shape
-        scratch = Workspace.allocate(batch, heads, 1, slots, dim, DEVICE)
+        scratch = Workspace.for_state(self.state.heads, self.state)
         self.state.scratch = replace(scratch, tickets=self.tickets).tensors()
         with uninitialised_is_nan():
             evict(self.scores, None, self.state, make_spec(tokens=tokens, sinks=sinks, recent=recent))

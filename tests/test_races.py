@@ -149,7 +149,7 @@ def evicting(dim: int, ragged: bool, scan: int = 2048, rows: list[int] | None = 
             operations.evict(scores, None, state, spec)
         return ()
 
-    return Problem(state, call, Workspace.allocate(state.batch, HEADS, G, width, dim))
+    return Problem(state, call, Workspace.for_state(HEADS * G, state))
 
 
 def compacting(dim: int, slots: str = "model", **made):
@@ -174,7 +174,7 @@ def compacting(dim: int, slots: str = "model", **made):
             operations.compact(valid, Selection(kept, kept.sum(-1)), (*block, places), state, make_spec())
         return ()
 
-    return Problem(state, call, Workspace.allocate(BATCH, HEADS, G, room, dim))
+    return Problem(state, call, Workspace.for_state(HEADS * G, state))
 
 
 CASES = {

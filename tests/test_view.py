@@ -6,14 +6,11 @@ import math
 import re
 import types
 import zlib
-from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import tokenizers
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 
 from fastkv import Budget, FastKVCache, FastKVError, corrections, patched, policies
@@ -59,7 +56,7 @@ def page(tmp_path_factory):
     path = tmp_path_factory.mktemp("view") / "new" / "view.html"
     text = path.parent.parent / "text.txt"
     text.write_text(told("facts", CONTEXT, 1))
-    sizes = [f"--context={CONTEXT}", f"--prefill-block={BLOCK}", f"--steps={STEPS}", f"--text={text}", "--answer=4"]
+    sizes = [f"--context={CONTEXT}", f"--prefill-block={BLOCK}", f"--steps={STEPS}", f"--text={text}"]
     caches = [f"--policies={','.join(POLICIES)}", f"--budgets={','.join(map(str, BUDGETS))}"]
     assert main([*VIEW, *sizes, *caches, "--out", str(path)]) == 0
     return path
@@ -85,14 +82,8 @@ def array(data, cache, name):
 def plainly(bundled, cache):
     """The model patched as for that cache of the page."""
     budget = equal_bytes(bundled[0].config, Budget(tokens=cache["budget"], **common.SHARES), torch.float32)
-    told = {
-        "policy": cache["policy"],
-        "budget": budget,
-        "prefill_block": BLOCK,
-        "evict_every": EVICT_EVERY,
-        "slots": "model",
-    }
-    return view.traceable(common.Cache(cache["policy"], cache["budget"], told)).of(bundled[0])
+    how = {"prefill_block": BLOCK, "evict_every": EVICT_EVERY, "slots": "model", "static": False}
+    return patched(bundled[0], cache["policy"], budget, **how)
 
 
 def test_the_page_says_what_the_cache_holds(bundled, data, ids):
@@ -118,60 +109,13 @@ def test_the_page_says_what_the_cache_holds(bundled, data, ids):
         ).all()
 
 
-def test_centroids_are_those_of_the_cache(bundled, data, ids):
-    model, _ = bundled
-    stock = model(ids)[CACHE].layers[0].keys[0]  # the same in a compressed run, there is no layer below
-    for cache in data["caches"]:
-        assert (cache["centroid"] is not None) == (cache["policy"] == "fastkv")
-        if cache["centroid"] is None:
-            continue
-        with plainly(bundled, cache):
-            mine = FastKVCache(model)
-            for part in (ids[:, :-STEPS], *ids[:, -STEPS:].split(1, 1)):
-                model(part, **{CACHE: mine})
-        gone, centroid = array(data, cache, "gone"), array(data, cache, "centroid")
-        assert torch.equal(gone > 0, centroid > 0)
-        for place, layer in enumerate(data["layers"]):
-            parts = mine.layers[layer].state.parts
-            for head in range(data["heads"]):
-                members = [centroid[place, head] == number + 1 for number in range(parts.num)]
-                assert parts.count[0, head].tolist() == [int(mask.sum()) for mask in members]
-                for number, mask in enumerate(members if layer == 0 else ()):
-                    if not mask.any():
-                        continue
-                    keys, found = stock[head, mask], parts.keys[0, head, number].float()
-                    # A part has been rounded to bf16 whenever others joined it, at most to its own last bit.
-                    limit = 2**-7 * keys.abs().amax(0)
-                    assert ((keys.mean(0) - found).abs() <= limit).all()
-
-
-class Passing(TorchDispatchMode):
-    """Changes nothing; operators are no longer called directly, as on a GPU."""
-
-    def __torch_dispatch__(self, function, kinds, arguments=(), options=None):
-        return function(*arguments, **(options or {}))
-
-
-def test_centroids_are_followed_through_operators():
-    """As where tensors are on a GPU: an operator gets the tensors of a state, not the objects."""
-    model = build("llama")
-    reading = Reading(torch.randint(5, 60, (1, 90), generator=torch.Generator().manual_seed(0)), 32, 20)
-    full, found = read_full(model, reading), []
-    for mode in (nullcontext(), Passing()):
-        with patched(model, "fastkv", Budget(tokens=28, recent=8), prefill_block=32, backend="reference"), mode:
-            found.append(trace(model, reading, full))
-    direct, through = found
-    assert direct.centroid.max() > 1 and torch.equal(direct.centroid > 0, direct.gone > 0)
-    assert torch.equal(direct.gone, through.gone) and torch.equal(direct.centroid, through.centroid)
-
-
 def test_of_every_policy_it_is_known_what_it_remembers():
     assert set(view.REMEMBERS) == {policies.get(name).correction for name in policies.names() if name != "duoattention"}
 
 
 @pytest.mark.parametrize("policy", ["fastkv-reread", "kvzip"])
 def test_a_text_read_twice_is_followed(policy, tmp_path):
-    """Errors are of the first reading; centroids of the second are followed bit for bit, or there would be no page."""
+    """Errors are of the first reading."""
     path = tmp_path / "view.html"
     sizes = [f"--context={CONTEXT}", "--prefill-block=whole", f"--steps={STEPS}", "--budgets=28"]
     assert main([*VIEW, *sizes, f"--policies={policy}", "--out", str(path)]) == 0
@@ -179,13 +123,10 @@ def test_a_text_read_twice_is_followed(policy, tmp_path):
     (cache,) = data["caches"]
     gone = array(data, cache, "gone")
     assert cache["events"][0] == CONTEXT - STEPS and set(gone.unique().tolist()) == set(range(len(cache["events"]) + 1))
-    if policy == "fastkv-reread":
-        assert torch.equal(array(data, cache, "centroid") > 0, gone > 0)
 
 
 @pytest.mark.parametrize("slots, bytes_of_a_token", [("int8", 2 * (64 + 4) + 4), ("int4", 2 * (32 + 2 * 2) + 4)])
 def test_slots_of_fewer_bits_are_followed(slots, bytes_of_a_token, bundled, tmp_path):
-    """Centroids are followed bit for bit, or there would be no page."""
     sizes = [f"--context={CONTEXT}", f"--prefill-block={BLOCK}", f"--steps={STEPS}", "--equal=tokens"]
     found = {}
     for name in ("model", slots):
@@ -197,8 +138,7 @@ def test_slots_of_fewer_bits_are_followed(slots, bytes_of_a_token, bundled, tmp_
     assert (found[slots]["slots"], found["model"]["slots"]) == (slots, "float32")
     assert cache["slot"] == bytes_of_a_token and plain["slot"] == 2 * 4 * 64 + 4
     assert cache["bytes"] < plain["bytes"] and cache["kept"] == plain["kept"]
-    gone, centroid = array(found[slots], cache, "gone"), array(found[slots], cache, "centroid")
-    assert gone.any() and torch.equal(gone > 0, centroid > 0)
+    assert array(found[slots], cache, "gone").any()
 
 
 def test_errors_are_those_of_fidelity(bundled, data, ids):
@@ -228,25 +168,17 @@ def synthetic(num, layers, heads, seed):
     last = torch.arange(num) // 256 + 1
     waits = torch.zeros(shape).exponential_(1.0, generator=drawn).long()  # blocks that a token stays
     gone = torch.where(last + waits < len(events), last + waits, 0)
-    centroid = torch.where(gone > 0, torch.randint(1, 33, shape, generator=drawn), 0)
     error = torch.randn(shape, generator=drawn).sub(2).exp()
     said = torch.zeros(32, dtype=torch.long)
-    return Trace(list(range(layers)), events, gone, centroid, error, said, 256.0, 1, 1.0, "float32")
+    return Trace(list(range(layers)), events, gone, error, said, 256.0, 1, 1.0, "float32")
 
 
 @pytest.fixture(scope="module")
 def long_page(bundled, tmp_path_factory):
-    """8,000 tokens of a model of 30 layers with 3 KV heads, 15 caches, of which every fifth has centroids: the path of
-    the page, and the traces.
-    """
-    num, policies, budgets = 8000, ["fastkv", "a", "b", "c", "d"], [128, 256, 512]
+    """8,000 tokens of a model of 30 layers with 3 KV heads, 15 caches: the path of the page, and the traces."""
+    num, policies, budgets = 8000, ["a", "b", "c", "d", "e"], [128, 256, 512]
     one = synthetic(num, 30, 3, 0)
-    plain = replace(synthetic(num, 30, 3, 1), centroid=None)
-    traces = [
-        (common.Cache(policy, tokens, {}), *((one, "centroids") if policy == "fastkv" else (plain, "none")))
-        for policy in policies
-        for tokens in budgets
-    ]
+    traces = [(common.Cache(policy, tokens, {}), one, "none") for policy in policies for tokens in budgets]
     ids = torch.randint(5, 60, (1, num), generator=torch.Generator().manual_seed(2))
     text = view.Text(ids, [" wonderful"] * num, "a text", 0, 0)
     options = types.SimpleNamespace(model="model", policies=policies, budgets=budgets)
@@ -262,9 +194,8 @@ def test_a_page_of_a_long_text_is_small_and_holds_the_trace(long_page):
     data = data_of(path.read_text())
     numbers = unpacked(data["numbers"], traces[0][1].gone.shape)
     for cache, (_, made, _) in zip(data["caches"], traces):
-        for name, want in (("gone", made.gone), ("error", view.coded(made.error)), ("centroid", made.centroid)):
-            assert (cache[name] is None) == (want is None)
-            assert want is None or torch.equal(numbers[cache[name] // want.numel()], want.int()), name
+        for name, want in (("gone", made.gone), ("error", view.coded(made.error))):
+            assert torch.equal(numbers[cache[name] // want.numel()], want.int()), name
 
 
 def test_the_page_needs_nothing_else(page):
@@ -424,22 +355,14 @@ def test_clicking_through_the_page(browser, page, data):
 def test_fates_told_are_those_of_the_cache(browser, page, data):
     browser.open(page)
     cache = next(c for c in data["caches"] if c["policy"] == "fastkv" and c["budget"] == BUDGETS[0])
-    gone, centroid = array(data, cache, "gone"), array(data, cache, "centroid")
+    gone = array(data, cache, "gone")
     layer, head = 2, 1
     browser.run(f"show({{policy: 0, budget: 0, layer: {layer + 1}, head: {head + 1}}})")
     for token in (0, 20, 50, 77, CONTEXT - 1):
         browser.hover(f"#text [data-i='{token}']") if token == 77 else browser.run(f"select({token})")
-        event, where = int(gone[layer, head, token]), int(centroid[layer, head, token])
-        mates = (centroid[layer, head] == where).nonzero()[:, 0].tolist() if event else []
-        said = browser.text("#fate")
-        if event:
-            assert (
-                f"when {cache['events'][event - 1]} tokens" in said and f"centroid {where}, one of {len(mates)}" in said
-            )
-        else:
-            assert said.startswith("Kept.")
-        marked = "Array.from(document.querySelectorAll('#text span.mate'), one => Number(one.dataset.i))"
-        assert browser.run(marked) == mates
+        event, said = int(gone[layer, head, token]), browser.text("#fate")
+        told = f"Evicted when {cache['events'][event - 1]} tokens had been read; it is part of a centroid."
+        assert said == told if event else said.startswith("Kept.")
     cells = browser.run("Array.from(document.querySelectorAll('#heads td'), one => one.textContent)")
     assert cells == ["kept"] * len(cells) and len(cells) == len(data["layers"]) * data["heads"]
     assert browser.errors == []

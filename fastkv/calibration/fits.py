@@ -28,34 +28,22 @@ MAPS = TensorFile(
 )
 
 
-def required_r2(boundary: float = 1.0, approximated: float = 1.0) -> float:
+def required_r2(boundary: float = 1.0) -> float:
     """R^2 above which dropping the values of more tokens loses less than dropping whole pairs, at equal memory.
 
-    Count the loss as in Section 4 of the paper (VECTOR, arXiv:2605.23258): an evicted token loses its importance w, an
-    approximated one w (1 - R^2), a retained one nothing. Of N tokens, p N are rescued from eviction, so the pool holds
-    M = (1 - p_c + p) N, and 2 p N of the pool lose their value. Let m be the mean importance of the pool, w the
-    importance at its edge, s = w / m and f = 2 p N / M. One more token in the pool
-
-    - no longer loses its pair: loss falls by w;
-    - makes two more tokens approximate, chosen by their error and not by importance, so m each; and it changes the mean
-      of all 2 p N of them by (w - m) / M: loss rises by (1 - R^2) (2 m - f (m - w)).
-
-    Rising is less than falling if R^2 > 1 - s / (2 - f (1 - s)). At f = 1, all of the pool approximate, this is the
-    1 / (1 + s) = m / (w + m) of Proposition 1, which therefore is its lowest value; small p asks for 1 - s / 2.
+    It is m / (w + m) = 1 / (1 + s), w the importance at the edge of the tokens that keep their key, m the mean
+    importance of these, s = w / m (VECTOR, arXiv:2605.23258, Proposition 1).
 
     A file is fitted before any importance is known. The default, equal importance of all tokens, gives 1/2: the least
     that any prompt and any policy ask for. It is compared with the R^2 of all tokens, a lower bound in expectation for
     the R^2 of the tokens chosen for their small error. Pass the s of your prompts to ask for more.
 
-    Args: boundary: s, in (0, 1].  approximated: f, in [0, 1].
-    Raises: FastKVError if they are outside.
+    Args: boundary: s, in (0, 1].
+    Raises: FastKVError if it is outside.
     """
-    if not (0 < boundary <= 1 and 0 <= approximated <= 1):
-        raise FastKVError(
-            "required_r2 needs a boundary in (0, 1] and an approximated share in [0, 1], got "
-            f"{boundary} and {approximated}; both are relative to the pool of tokens that keep their key"
-        )
-    return 1 - boundary / (2 - approximated * (1 - boundary))
+    if not 0 < boundary <= 1:
+        raise FastKVError(f"required_r2 needs a boundary in (0, 1], got {boundary}; 1 where all tokens matter alike")
+    return 1 / (1 + boundary)
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,16 +23,15 @@ from torch import Tensor
 
 from ..errors import FastKVError
 from ..reference.attention import softcapped
-from .files import check_fitted, replace_file
+from .files import check_fitted, header_of, replace_file
 
 FORMAT = "fastkv context calibration"
 VERSION = 1
 KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("alpha", "beta", "triples", "residual"), (int, float)),
     **dict.fromkeys(("policy", "fingerprint", "model"), (str,)),
-    "query_aware": (bool,),
 }
-NUMBERS = ("alpha", "beta", "triples", "residual", "query_aware")  # the order of a file
+NUMBERS = ("alpha", "beta", "triples", "residual")  # the order of a file
 STRAIGHT = 1e-12  # below this |k| the curve is its straight limit, to double precision
 
 
@@ -122,7 +121,6 @@ class QualityCurve:
         policy: name.  fingerprint: of the model's config.  model: the same in words.
         triples: number of measurements behind the fit.
         residual: root mean square of measured minus fitted quality.
-        query_aware: whether contexts were compressed together with their question, or before any was known.
     """
 
     alpha: float
@@ -132,7 +130,6 @@ class QualityCurve:
     model: str
     triples: int
     residual: float
-    query_aware: bool = False
 
     def steepness(self, nll: float | Tensor) -> Tensor:
         """k for contexts of mean token negative log-likelihood `nll`; fp64, same shape."""
@@ -182,27 +179,20 @@ def _read(path: Path) -> dict[str, QualityCurve]:
     """All curves of a file, by policy; at least one. Raises FastKVError for whatever is not such a file."""
     again = "delete it and run fastkv calibrate context"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise FastKVError(f"{path} must be a context calibration, got other JSON; {again}")
-        if content["version"] > VERSION:
-            raise FastKVError(
-                f"{path} has format version {content['version']}, this fastkv reads up to {VERSION}; update fastkv"
-            )
-        shared = {name: content[name] for name in ("fingerprint", "model")}
-        curves = {policy: _curve({**entry, "policy": policy, **shared}) for policy, entry in content["curves"].items()}
+        content = header_of(path, path.read_text(encoding="utf-8", errors="replace"), VERSION)
     except FileNotFoundError:
         raise FastKVError(f"there is no calibration file {path}; make one with fastkv calibrate context") from None
     except OSError as error:
         raise FastKVError(f"cannot read the calibration file {path} ({error.strerror}); check the path") from error
-    except FastKVError:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise FastKVError(
-            f"{path} must be JSON with curves and their numbers, got something damaged; {again}"
-        ) from error
+    if content.get("format") != FORMAT:
+        raise FastKVError(f"{path} must be a context calibration, got something else; {again}")
+    try:
+        shared = {name: content[name] for name in ("fingerprint", "model")}
+        curves = {policy: _curve({**entry, "policy": policy, **shared}) for policy, entry in content["curves"].items()}
+    except (KeyError, TypeError, AttributeError):
+        curves = {}
     if not curves:
-        raise FastKVError(f"{path} must hold at least one curve, got none; {again}")
+        raise FastKVError(f"{path} must be JSON with curves and their numbers, got something damaged; {again}")
     return curves
 
 

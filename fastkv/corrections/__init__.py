@@ -1,20 +1,205 @@
-"""Corrections: what a layer remembers of evicted tokens, and what that adds to attention."""
+"""Corrections: what a layer remembers of evicted tokens, and what that adds to attention. Their kinds are moments,
+centroids, VECTOR, whose tokens may keep their key only, and what `matching` fits.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
-from ..errors import FastKVError
-from ..reference import LayerState
-from .kinds import CENTROIDS, MEAN, MOMENTS, VECTOR, VECTOR_MEAN, VECTOR_MOMENTS, Correction, Shape
+import torch
+
+from ..budget import LayerCost
+from ..errors import FastKVError, is_number, is_whole
+from ..reference import PLAIN, Centroids, Evicted, LayerState, SlotFormat
 from .matching import Matching, Pairs
+
+__all__ = ["ALL", "NONE", "Correction", "Matching", "Pairs", "Shape", "get", "names", "reading"]
+
+MEANS = torch.bfloat16  # of their keys and values, whatever the model computes in
+LEAST = 4  # centroids of a head
+STEPS = 64  # of the share: what a layer costs is measured at numbers of tokens that are multiples of it
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one layer's keys and values, per sequence.
+
+    Attributes: heads: KV heads of this process.  key_dim, value_dim: numbers of a key and a value.  itemsize: bytes of
+        one of them in the model's dtype.  latent: whether values are the first numbers of keys and cost nothing.
+        format: how they are stored.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    itemsize: int
+    latent: bool = False
+    format: SlotFormat = PLAIN
+
+    @property
+    def pair(self) -> int:
+        """Bytes of a key and its value in the model's dtype; in 2-byte numbers where slots hold codes, which take as
+        many bytes whatever the model computes in.
+        """
+        numbers = self.key_dim if self.latent else self.key_dim + self.value_dim
+        return numbers * (self.itemsize if self.format.plain else 2)
+
+    @property
+    def centroid(self) -> int:
+        """Bytes of a centroid: mean key and mean value in bf16, count and spread in fp32."""
+        return MEANS.itemsize * (self.key_dim + self.value_dim) + 8
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Nothing is remembered but how many tokens were evicted, and nothing is added; base of all corrections.
+
+    Attributes:
+        name: what `fastkv.patch(..., correction=name)` calls it.
+        order: of the moments that it reads: 1, 0 (means only) or None.
+        kind: of what `empty` makes, as `Evicted.kinds` calls it; None for nothing.
+        match: fits values and biases of what stays to a second reading of the prompt; None without.
+        options: fields that `corrections.get` may be given; what attention mixes in depends on none of them.
+        key_only: whether some tokens keep their key only and need `recovery` of their values.
+    """
+
+    name: str = "none"
+    order: int | None = None
+    kind: str | None = None
+    match: Matching | None = None
+    options: ClassVar[tuple[str, ...]] = ()
+    key_only: ClassVar[bool] = False
+
+    def evicted(self, state: LayerState) -> Evicted | None:
+        """What of the state is mixed into attention for the evicted tokens; None for nothing."""
+        return None
+
+    def empty(self, batch: int, shape: Shape, tokens: int, device: torch.device) -> Evicted | None:
+        """What is remembered besides moments, of no tokens yet; None for nothing.
+
+        Args: tokens: that the layer keeps per KV head.
+        """
+        return None
+
+    def cost(self, shape: Shape, pairs: LayerCost) -> LayerCost:
+        """Bytes of a layer's state, from those without what `empty` makes."""
+        return pairs
+
+    def split(
+        self, tokens: int, reserved: int, keep: float | None, usable: Sequence[bool]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Tokens that each KV head keeps with value, and without; the latter empty where none does.
+
+        Args: tokens: pairs that there is room for per head.  reserved: of them always stay pairs.  keep: share of the
+            prompt that stays, where that is known.  usable: of each head, whether values can be recovered.
+        """
+        return (tokens,) * len(usable), ()
+
+
+@dataclass(frozen=True)
+class MomentCorrection(Correction):
+    """Mixes in what the moments say (MomentKV, arXiv:2606.01563, Eqs. 9, 11 and 12; `reference.moment_estimate`)."""
+
+    def evicted(self, state: LayerState) -> Evicted | None:
+        """The moments, without what a policy alone wants of them."""
+        return state.moments.upto(self.order)
+
+
+MEAN = MomentCorrection("mean", order=0)
+MOMENTS = MomentCorrection("moments", order=1)
+
+
+@dataclass(frozen=True)
+class CentroidCorrection(Correction):
+    """Mixes in what a few weighted pairs say (`reference.centroid_estimate`), in a sixteenth of the bytes of those that
+    stay. How many the evicted need depends on what was evicted, not on how finely the others are stored.
+
+    Attributes: share: centroids take one byte where pairs take so many (`Shape.pair`).
+    """
+
+    name: str = "centroids"
+    kind: str | None = "centroids"
+    share: int = 16
+    options: ClassVar[tuple[str, ...]] = ("share",)
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.share, 1):
+            raise FastKVError(f"centroids: share must be a whole number of at least 1, got {self.share!r}; 16 is usual")
+
+    def evicted(self, state: LayerState) -> Evicted | None:
+        """The centroids."""
+        return state.parts
+
+    def empty(self, batch: int, shape: Shape, tokens: int, device: torch.device) -> Evicted | None:
+        """Unused centroids, equally many for all heads."""
+        num = max(tokens * shape.pair // (self.share * shape.centroid), LEAST)
+        return Centroids.empty(batch, shape.heads, num, shape.key_dim, shape.value_dim, device, MEANS)
+
+    def cost(self, shape: Shape, pairs: LayerCost) -> LayerCost:
+        """With the centroids, which come whole."""
+        part = shape.heads * shape.centroid
+        return replace(pairs, sketch=shape.heads * shape.pair / self.share, part=part, least=LEAST * part)
+
+
+CENTROIDS = CentroidCorrection()
+
+
+@dataclass(frozen=True)
+class VectorCorrection(Correction):
+    """VECTOR (arXiv:2605.23258, Sec. 3.2): two tokens may keep their key only, in the room of one pair; a linear map
+    recovers their values. For evicted tokens, what `inner` adds.
+
+    Attributes: share: of the pairs that there is room for, those that two keys each take the place of, in steps of
+        1/64: p_a / (1 - p_c) in the paper, 1/2 by its Eq. 1 where no more than half of the prompt stays.
+    """
+
+    inner: Correction = field(default_factory=Correction)
+    share: float = 0.5
+    options: ClassVar[tuple[str, ...]] = ("share",)
+    key_only: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not is_number(self.share) or not 0 <= self.share <= 1:
+            raise FastKVError(
+                f"{self.name}: share must be in [0, 1], got {self.share!r}; 0.5 is the paper's at strong compression"
+            )
+
+    def evicted(self, state: LayerState) -> Evicted | None:
+        """What `inner` mixes in."""
+        return self.inner.evicted(state)
+
+    def split(
+        self, tokens: int, reserved: int, keep: float | None, usable: Sequence[bool]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Two keys in the place of each pair that gives its value up, in heads whose values can be recovered."""
+        keys = key_only(tokens, reserved, keep, self.share)
+        approx = tuple(keys if one else 0 for one in usable)
+        return tuple(tokens - extra // 2 for extra in approx), approx if any(approx) else ()
+
+
+def key_only(tokens: int, reserved: int, keep: float | None, share: float) -> int:
+    """How many tokens keep only their key where `tokens` pairs fit; two of them take the room of one pair.
+
+    With removal ratio p_c = 1 - keep, p_a = min(p_c / 2, share (1 - p_c)) pairs of every prompt token become 2 p_a keys
+    (VECTOR, Sec. 4, Eq. 1, with share = 1/2). Where `keep` is not known, the prompt is taken to be long. Protected
+    tokens stay pairs.
+    """
+    pairs = tokens * round(STEPS * share) // STEPS
+    if keep is not None:
+        pairs = min(pairs, math.floor(tokens * (1 - keep) / (2 * keep)))
+    return 2 * max(min(pairs, tokens - max(reserved, 1)), 0)
+
+
+VECTOR = VectorCorrection("vector")
+VECTOR_MEAN = VectorCorrection("vector+mean", order=0, inner=MEAN)
+VECTOR_MOMENTS = VectorCorrection("vector+moments", order=1, inner=MOMENTS)
 
 NONE = Correction()
 MATCHING = Correction("matching", match=Matching())
 ALL = (NONE, MEAN, MOMENTS, CENTROIDS, MATCHING, VECTOR, VECTOR_MEAN, VECTOR_MOMENTS)
-
-__all__ = ["ALL", "NONE", "Correction", "Matching", "Pairs", "Shape", "get", "names", "reading"]
 
 
 def names() -> list[str]:

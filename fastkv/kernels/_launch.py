@@ -233,59 +233,28 @@ class Workspace:
         """
         device = state.exact.keys.device
         shapes = cls.shapes(num_heads, state, state.batch, joining, num_sms(device))
-        return cls._new(shapes, device) if room is None else cls(**room.parts(shapes))
+        if room is not None:
+            return cls(**room.parts(shapes))
+        tickets = torch.zeros(shapes.pop("tickets"), dtype=torch.int32, device=device)
+        made = {name: torch.empty(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}
+        return cls(**made, tickets=tickets)
 
-    @classmethod
-    def shapes(
-        cls, num_heads: int, state: LayerState, batch: int, joining: int, sms: int
-    ) -> dict[str, tuple[int, ...]]:
+    @staticmethod
+    def shapes(num_heads: int, state: LayerState, batch: int, joining: int, sms: int) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor that there is, by name, for a batch of so many sequences in the slots of a layer.
 
         Args: joining: numbers in `joining` for the whole batch.  sms: of the device.
         """
-        exact, tiers, heads = state.exact, state.tiers.values(), state.heads
-        made = cls.sizes(
-            batch, heads, num_heads // heads, max(slots.limit for slots in tiers),
-            exact.format.keys.dim(exact.keys.shape[-1]), sms, attention=exact.attention is not None, sets=len(tiers),
-            pool=sum(pool_of(batch, slots) for slots in tiers),
-        )  # fmt: skip
-        return made | ({"joining": (joining,)} if joining else {})
-
-    @staticmethod
-    def sizes(
-        batch: int, num_kv_heads: int, groups: int, slots: int, head_dim: int, sms: int, *, attention: bool = True,
-        sets: int = 1, pool: int | None = None,
-    ) -> dict[str, tuple[int, ...]]:  # fmt: skip
-        """Shape of each tensor but `joining`; arguments as in `allocate`, sms of the device."""
-        pairs = batch * num_kv_heads
-        programs = max(num_programs(pairs * sets, slots, sms), 2)  # some kernels take 2 at least
-        parts = pairs * sets * (programs + 1) * groups
-        made: dict[str, tuple[int, ...]] = {"accs": (parts, head_dim), "tops": (parts,), "totals": (parts,)}
-        if attention:
-            made["logits"] = (groups, pairs * slots * sets if pool is None else pool)
+        exact, tiers, pairs, groups = state.exact, state.tiers.values(), batch * state.heads, num_heads // state.heads
+        sets = pairs * len(tiers)  # of slots that are split
+        programs = max(num_programs(sets, max(slots.limit for slots in tiers), sms), 2)  # some kernels take 2 at least
+        parts, dim = sets * (programs + 1) * groups, exact.format.keys.dim(exact.keys.shape[-1])
+        made: dict[str, tuple[int, ...]] = {"accs": (parts, dim), "tops": (parts,), "totals": (parts,)}
+        if any(slots.attention is not None for slots in tiers):
+            made["logits"] = (groups, sum(pool_of(batch, slots) for slots in tiers))
+        if joining:
+            made["joining"] = (joining,)
         return made | {"tickets": (pairs,)}
-
-    @classmethod
-    def allocate(
-        cls, batch: int, num_kv_heads: int, groups: int, slots: int, head_dim: int,
-        device: torch.device | str | None = None, *, attention: bool = True, sets: int = 1, pool: int | None = None,
-    ) -> Workspace:  # fmt: skip
-        """Room for the given shape.
-
-        Args:
-            slots: of a head, or an upper bound of the tokens in them.  sets: separately split sets of slots (2 for
-                vector_decode).  pool: slots of all heads of the batch; B * Hkv * slots * sets if None.
-        """
-        device = torch.empty(0, device=device).device  # with its index
-        sizes = batch, num_kv_heads, groups, slots, head_dim, num_sms(device)
-        return cls._new(cls.sizes(*sizes, attention=attention, sets=sets, pool=pool), device)
-
-    @classmethod
-    def _new(cls, shapes: dict[str, tuple[int, ...]], device: torch.device) -> Workspace:
-        tickets = torch.zeros(shapes["tickets"], dtype=torch.int32, device=device)
-        numbers = {name: shape for name, shape in shapes.items() if name != "tickets"}
-        made = {name: torch.empty(shape, dtype=torch.float32, device=device) for name, shape in numbers.items()}
-        return cls(**made, tickets=tickets)
 
 
 @dataclass(frozen=True)

@@ -360,7 +360,7 @@ def decode_step(
     )  # fmt: skip
     room, several = Workspace.of(state.scratch), tile.PARTS > 1
     if room is None and (several or collects):
-        room = Workspace.allocate(batch, heads, groups, slots.limit, dim, q.device, attention=collects, pool=pool)
+        room = Workspace.for_state(heads * groups, state)
     parts = room.parts if room is not None and several else PartPointers()
     logits = room.logits if room is not None and collects else None
     results = decode_outputs(q)

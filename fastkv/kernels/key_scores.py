@@ -168,7 +168,7 @@ def _scores(keys: Tensor, metric: str, unit: bool, window: int | None, mask: Ten
 
 
 def keydiff_scores(
-    *, keys: Tensor, anchor: str = "mean", distance: str = "cosine", mask: Tensor | None = None
+    keys: Tensor, anchor: str = "mean", *, distance: str = "cosine", mask: Tensor | None = None
 ) -> Tensor:
     """Keys unlike the others are kept: -cos(a, k_i), or another distance to the anchor a.
 
@@ -187,7 +187,7 @@ def keydiff_scores(
 
 
 def manifold_scores(
-    *, keys: Tensor, window: int | None = None, metric: str = "l2", mask: Tensor | None = None
+    keys: Tensor, window: int | None = None, metric: str = "l2", *, mask: Tensor | None = None
 ) -> Tensor:
     """Keys far from the mean key of the head, or of their window of `window` real tokens in order, are kept.
 

@@ -181,7 +181,7 @@ def _room(element_size: int, hip: bool) -> int:
 
 
 def noncausal_attention_mass(
-    *, q: Tensor, keys: Tensor, scale: float, chunk: int = 256, softcap: float | None = None,
+    q: Tensor, keys: Tensor, scale: float, chunk: int = 256, *, softcap: float | None = None,
     mask: Tensor | None = None, sink_logits: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Column sums of the non-causal attention within each chunk, mean over the group, before pooling.

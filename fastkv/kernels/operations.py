@@ -10,10 +10,8 @@ from torch import Tensor
 from .. import reference
 from ..reference import Centroids, LayerState, Moments, Selection, Spec
 from . import decode_attention as decode
-from . import key_scores, leverage, noncausal_mass, window_scores
+from . import leverage, window_scores
 from . import moment_scores as residuals
-from . import peak_attention as peaks
-from . import prefill_attention as prefill
 from . import remember as joining
 from . import select as selection
 from . import slot_signals as slots
@@ -22,6 +20,12 @@ from ._launch import Workspace, WorkspaceRoom, num_sms
 from .compact import compact as compact
 from .evict import evict as evict
 from .expected_attention import expected_attention as expected_attention
+from .key_scores import keydiff_scores as keydiff_scores
+from .key_scores import manifold_scores as manifold_scores
+from .noncausal_mass import noncausal_attention_mass as noncausal_attention_mass
+from .peak_attention import most_attended as most_attended
+from .peak_attention import peak_attention as peak_attention
+from .prefill_attention import prefill_attention as prefill_attention
 from .z_scores import z_scores as z_scores
 
 FOLLOWS_ROWS = ("compact", "decode_step", "evict", "prefill_attention", "remember", "slot_signals")
@@ -62,13 +66,6 @@ def decode_step(q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState
     return step(q, k, v, state, spec)
 
 
-def prefill_attention(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, state: LayerState, spec: Spec
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.prefill_attention`."""
-    return prefill.prefill_attention(q, k, v, valid, state, spec)
-
-
 def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.slot_signals`."""
     equal = state.exact.starts is None and state.approx is None
@@ -91,34 +88,9 @@ def remember(
         reference.remember(keys, values, positions, valid, kept, most, own, spec)
 
 
-def keydiff_scores(keys: Tensor, anchor: str, *, distance: str, mask: Tensor | None) -> Tensor:
-    """`reference.keydiff_scores`."""
-    return key_scores.keydiff_scores(keys=keys, anchor=anchor, distance=distance, mask=mask)
-
-
-def manifold_scores(keys: Tensor, window: int | None, metric: str, *, mask: Tensor | None) -> Tensor:
-    """`reference.manifold_scores`."""
-    return key_scores.manifold_scores(keys=keys, window=window, metric=metric, mask=mask)
-
-
 def sketched_leverage(keys: Tensor, sketch: Tensor, method: str, *, mask: Tensor | None, centre: bool) -> Tensor:
     """`reference.sketched_leverage`."""
     return leverage.leverage_scores(keys=keys, sketch=sketch, mask=mask, centre=centre)
-
-
-def noncausal_attention_mass(q: Tensor, keys: Tensor, scale: float, chunk: int, **given: Any) -> Tensor:
-    """`reference.noncausal_attention_mass`."""
-    return noncausal_mass.noncausal_attention_mass(q=q, keys=keys, scale=scale, chunk=chunk, **given)
-
-
-def peak_attention(q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, **given: Any) -> Tensor:
-    """`reference.peak_attention`."""
-    return peaks.peak_attention(q, keys, scale, softcap, **given)
-
-
-def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: float | None = None) -> Tensor:
-    """`reference.most_attended`."""
-    return peaks.most_attended(q, keys, lse, scale, softcap)
 
 
 def observed_attention(

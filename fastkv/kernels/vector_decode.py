@@ -355,9 +355,8 @@ def vector_decode_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`decode_step` with tokens that have a key but no value, in one launch; shapes as in `reference.decode_step`.
 
-    `state.recovery`: weight in the dtype of q or fp32, cos and sin fp32, rotate_half pairing. `state.scratch`:
-    `Workspace.allocate(..., sets=2)` for the larger tier and the slots of both, made if it is empty. The position of
-    the token is lengths + approx.lengths + count.
+    `state.recovery`: weight in the dtype of q or fp32, cos and sin fp32, rotate_half pairing. `state.scratch` is a
+    `Workspace`, made if it is empty. The position of the token is lengths + approx.lengths + count.
 
     Raises: FastKVError for shapes, strides or dtypes that are not as above.
     """
@@ -390,8 +389,7 @@ def vector_decode_step(
     collects = exact.attention is not None or approx.attention is not None
     room = Workspace.of(state.scratch)
     if room is None:
-        most = max(exact.limit, approx.limit)
-        room = Workspace.allocate(batch, heads, groups, most, dim, q.device, attention=collects, sets=2, pool=pool)
+        room = Workspace.for_state(heads * groups, state)
     matrix = evicted.matrix_ptr
     tile, num_warps, num_stages = _constants(
         heads, groups, dim, splits, parts, q.dtype, None if matrix is None else matrix.dtype, on_hip()

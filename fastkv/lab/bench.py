@@ -1,4 +1,4 @@
-"""`fastkv bench`: rounds in which every cache has its turn, then a table, bench.json and bench.png.
+"""`fastkv bench`: rounds in which every cache has its turn, then a table and bench.json.
 
 Of each cache at each shape: time to the first token, milliseconds per further token, and memory. A sample of decoding
 is a whole eviction period, so that every sample pays for its evictions.
@@ -132,7 +132,7 @@ class Row:
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
-    """Measure, print the table, and write bench.json and bench.png into `options.out`."""
+    """Measure, print the table, and write bench.json into `options.out`."""
     began, console = time.monotonic(), console or common.console_of(112)
     device = torch.device(common.default_device())
     options = checked(options, device)
@@ -164,8 +164,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     record = {"versions": common.versions(), "model": name, "device": where, "dtype": str(model.dtype)}
     record |= {"weights": weights, "settings": {one: getattr(options, one) for one in chosen}}
     common.write_json(options.out / "bench.json", {**record, "rows": [asdict(row) for row in rows]})
-    write_plot(rows, options.out / "bench.png", name)
-    console.print(f"{options.out / 'bench.png'} and {options.out / 'bench.json'} written")
+    console.print(f"{options.out / 'bench.json'} written")
     return rows
 
 
@@ -330,33 +329,3 @@ def table_of(rows: Sequence[Row]) -> Table:
             numbers[name] = None if numbers[name] is None else numbers[name] / MIB
         table.add_row(*named, *common.cells(numbers, COLUMNS))
     return table
-
-
-METRICS = (
-    ("first", "to the first token, s", 1.0),
-    ("step", "per further token, ms", 1.0),
-    ("peak", "peak above the weights, MiB", MIB),
-)
-
-
-def write_plot(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Write a PNG: time to the first token, time per token and peak memory over the context, a row for each batch."""
-    batches = list(dict.fromkeys(row.case.batch for row in rows))
-    labels = list(dict.fromkeys(row.case.name for row in rows))
-    contexts = sorted({row.case.context for row in rows})
-    figure = common.figure(13, 3.6 * len(batches) + 0.9)
-    axes = figure.subplots(len(batches), len(METRICS), squeeze=False)
-    for panels, batch in zip(axes, batches):
-        for axis, (metric, name, unit) in zip(panels, METRICS):
-            for index, one in enumerate(labels):
-                mine = [row for row in rows if (row.case.name, row.case.batch) == (one, batch)]
-                known = {
-                    row.case.context: getattr(row, metric) / unit for row in mine if getattr(row, metric) is not None
-                }
-                style = {**common.DASHED, "marker": "o"} if one == FULL else common.style(index - 1)
-                axis.plot(known.keys(), known.values(), label=one, **style)
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(contexts, contexts)
-            axis.set_xticks([], minor=True)
-            common.finish(axis, f"{name}, batch {batch}", "context, tokens", zero=True)
-    common.save(figure, path, title, legend_of=axes[0][0], columns=6)

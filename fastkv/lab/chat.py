@@ -143,8 +143,6 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
     model, tokenizer = common.load(options.model)
     patch(model, options.policy, common.to_budget(options.budget), prefill_block="auto")
     conversation = Conversation(model, tokenizer, options.words)
-    if options.load:
-        conversation.load(options.load)
     console.print(f"{Path(options.model).name}, {options.policy}, {options.budget}. /help lists commands.")
     while True:
         try:

@@ -151,15 +151,17 @@ class Command:
     example: str
     options: tuple[Option, ...]
     module: str
-    extra: str
+    extras: tuple[str, ...]
 
 
 COMMANDS: dict[str, Command] = {}
 
 
-def command(name: str, help: str, example: str, *options: Option, module: str = "", extra: str = "cli") -> None:
+def command(
+    name: str, help: str, example: str, *options: Option, module: str = "", extras: tuple[str, ...] = ("cli",)
+) -> None:
     """Let there be a subcommand."""
-    COMMANDS[name] = Command(help, example, options, module, extra)
+    COMMANDS[name] = Command(help, example, options, module, extras)
 
 
 command(
@@ -184,7 +186,6 @@ command(
     option("--policy", "fastkv", "policy", "NAME"),
     option("--budget", "1024", "tokens per KV head, or bytes=N"),
     option("--words", 256, "tokens of an answer, at most", least=1),
-    option("--load", "", "conversation to continue", "FILE"),
     module=".chat",
 )
 command(
@@ -229,7 +230,6 @@ command(
     option("--lengths", (256, 512, 1024), "tokens of the texts", least=SHORTEST),
     option("--seed", 0, "seed of the first text"),
     option("--penalty", 2.0, "weight of too high predictions, relative to too low ones", "W"),
-    option("--query-aware", False, "compress each context together with its question, not before it is known"),
     module=".fit_context",
 )
 command(
@@ -245,7 +245,7 @@ command(
 command(
     "fidelity",
     "compare attention outputs, evicted mass and next tokens of every policy and budget with the full cache, all "
-    "at equal bytes; writes fidelity.json and a picture",
+    "at equal bytes; writes fidelity.json",
     "--budgets 128,256 --question later --out fidelity",
     MODEL,
     out("fastkv-fidelity"),
@@ -297,11 +297,12 @@ command(
     option("--metadata", [], "of tasks, as max_seq_lengths=[4096,8192] num_samples=20", "K=V", nargs="+"),
     option("--include-path", str, "folder with task YAML files of your own", "DIR"),
     module=".harness",
+    extras=("cli", "eval"),
 )
 command(
     "bench",
     "measure time to the first token, time per token and memory of the full cache and of every policy and budget, "
-    "with a checkpoint or random weights; writes bench.json and bench.png",
+    "with a checkpoint or random weights; writes bench.json",
     "--shape llama-3.1-8b --contexts 4096,16384 --budgets 512,1024 --batch 1,8",
     option("--model", str, f"{MODEL_IS} (default: random weights)", "PATH"),
     option("--shape", str, f"random weights in a shape: {SHAPES}, of which as many layers as fit", "NAME"),
@@ -327,7 +328,6 @@ command(
     out("fastkv-view.html", "page to write", "FILE"),
     option("--text", "facts", f"{TEXTS}, or facts, topics with facts, a question and its answer", "FILE"),
     option("--seed", 0, "seed of the facts"),
-    option("--answer", 0, "number of last tokens of your text that are an answer", least=0),
     option("--context", int, "tokens of the text (default: all of it, at most 4096)", least=SHORTEST),
     option("--policies --policy", ("fastkv", "momentkv", "snapkv", "keydiff", "streaming"), "policies", "NAME"),
     option("--budgets --budget", (128, 256, 512), "sizes of the cache, tokens per KV head"),
@@ -348,7 +348,7 @@ command(
     option("--slots", "auto", "how keys and values are stored", choices=SLOTS),
     option("--policy", "fastkv", "policy", "NAME"),
     module=".doctor",
-    extra="",
+    extras=(),
 )
 
 
@@ -392,8 +392,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = build_parser().parse_args(words)
         command: Command = options.command
-        if command.extra:
-            check_installed("this command", command.extra)
+        for extra in command.extras:
+            check_installed("this command", extra)
         module, _, function = command.module.partition(":")
         getattr(importlib.import_module(module, __package__), function or "run")(options)
     except FastKVError as error:

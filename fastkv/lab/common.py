@@ -35,9 +35,6 @@ from .equal_bytes import assert_equal_bytes, equal_bytes
 
 FULL = "full"  # the stock cache, under the name of a policy
 SHARES: dict[str, Any] = {"sinks": 4, "recent": 16}  # tokens that are never evicted where no option says how many
-COLOURS = ("#d1495b", "#00798c", "#edae49", "#5f4b8b", "#8d99ae", "#3a7d44", "#b56576", "#2f4858")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h", "<", ">")  # with the colours, forty different pairs
-DASHED: dict[str, Any] = {"color": "#444444", "linestyle": (0, (4, 3)), "linewidth": 1.2}  # what others compare with
 
 
 # Models.
@@ -303,19 +300,8 @@ def figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained", dpi=150)
 
 
-def style(index: int) -> dict[str, Any]:
-    """How the line of that number is drawn; the first is the thickest."""
-    return {
-        "color": COLOURS[index % len(COLOURS)],
-        "marker": MARKERS[index % len(MARKERS)],
-        "linewidth": 2.4 if index == 0 else 1.6,
-        "markersize": 7 if index == 0 else 6,
-        "zorder": 30 - index,
-    }
-
-
-def finish(axis: Any, title: str = "", x: str = "", *, legend: bool = False, zero: bool = False) -> None:
-    """Title, label, a light grid and no frame; zero: the y axis is stretched until it is in sight."""
+def finish(axis: Any, title: str = "", x: str = "", *, legend: bool = False) -> None:
+    """Title, label, a light grid and no frame."""
     axis.grid(color="#dddddd", linewidth=0.8)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
@@ -325,16 +311,3 @@ def finish(axis: Any, title: str = "", x: str = "", *, legend: bool = False, zer
         axis.set_xlabel(x)
     if legend:
         axis.legend(frameon=False, fontsize=9)
-    if zero:
-        low, high = axis.get_ylim()
-        axis.set_ylim(min(low, 0), max(high, 0))
-
-
-def save(figure: Any, path: Any, title: str, *, legend_of: Any = None, columns: int = 3) -> None:
-    """Write the picture, with the legend of one axis below all of them."""
-    if legend_of is not None:
-        handles, labels = legend_of.get_legend_handles_labels()
-        style = {"loc": "outside lower center", "frameon": False, "fontsize": 9}
-        figure.legend(handles, labels, ncols=min(len(labels), columns), **style)
-    figure.suptitle(title, fontsize=12)
-    figure.savefig(path)

@@ -42,6 +42,7 @@ TRIED = 120  # questions from which those of the document were chosen
 WORDS = 20  # tokens of an answer, at most
 QUICK = 1024  # tokens that a shorter run reads
 SUFFIXES = (".png", ".svg")
+RED = "#d1495b"  # of the smaller caches in the picture
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
@@ -314,14 +315,16 @@ def write_picture(rows: Sequence[Row], path: Path, title: str) -> None:
     )
     for axis, what, value, above in panels:
         points = [(row.nbytes / 2**20, value(row)) for row in smaller]
-        axis.plot(*zip(*points), **common.style(0))
+        axis.plot(*zip(*points), color=RED, marker="o", linewidth=2.4, markersize=7)
         for row, point in zip(smaller, points):  # names beside the points, off the line
-            axis.annotate(row.budget, point, (7, above), textcoords="offset points", color=common.COLOURS[0])
+            axis.annotate(row.budget, point, (7, above), textcoords="offset points", color=RED)
         axis.set_xlim(0, 1.1 * points[-1][0])
         common.finish(axis, what, "cache, MiB")
-    answers.axhline(sum(full.right), label=f"full cache, {full.nbytes / 2**20:.0f} MiB", **common.DASHED)
+    line = f"full cache, {full.nbytes / 2**20:.0f} MiB"
+    answers.axhline(sum(full.right), label=line, color="#444444", linestyle=(0, (4, 3)), linewidth=1.2)
     answers.set_ylim(-0.6, len(full.right) + 0.6)
     answers.yaxis.get_major_locator().set_params(integer=True)
     answers.legend(frameon=False, loc="lower right")
     goes_on.set_ylim(0, 1.15 * max(row.kl or 0 for row in smaller) or 1)
-    common.save(figure, path, title)
+    figure.suptitle(title, fontsize=12)
+    figure.savefig(path)

@@ -19,7 +19,6 @@ from ..cache.layer import LayerCache
 from ..cache.layout import Layout, cost
 from ..calibration.files import kv_shapes
 from ..config import EVICT_EVERY
-from ..corrections import Shape
 from ..errors import FastKVError
 from ..integrations.transformers import stock
 from ..integrations.transformers.cache import FastKVCache
@@ -80,17 +79,11 @@ def layer_token_bytes(layer: LayerCache) -> float:
     """Bytes per sequence of one more token in every KV head, with what of the evicted ones it lets be remembered."""
     state, rule = layer.state, layer.rule
     assert state is not None and rule is not None
-    keys, values, heads, layout = state.exact["keys"], state.exact["values"], state.heads, rule.layout
-    like_keys, like_values = (
-        torch.empty(1, heads, 1, rows.shape[-1], dtype=state.exact.dtype, device="meta") for rows in (keys, values)
-    )
-    itemsize = state.exact.dtype.itemsize
-    shape = Shape(heads, keys.shape[-1], values.shape[-1], itemsize, layout.latent, layout.format)
-    meta = torch.device("meta")
-    parts = [layout.correction.empty(1, shape, tokens, meta) for tokens in (layout.mean, layout.mean + 1)]
-    fewer, more = (0 if part is None else part.nbytes() for part in parts)
-    pairs = cost(like_keys, like_values, lambda num: replace(layout, tokens=(num,) * heads)).per_token
-    return pairs + more - fewer
+    slots, heads, layout = state.exact, state.heads, rule.layout
+    dims = slots.format.keys.dim(slots.keys.shape[-1]), slots.value_dim
+    keys, values = (torch.empty(1, heads, 1, dim, dtype=slots.dtype, device="meta") for dim in dims)
+    costs = cost(keys, values, lambda tokens: replace(layout, tokens=(tokens,) * heads))
+    return costs.spent(layout.mean + 1) - costs.spent(layout.mean)
 
 
 def assert_equal_bytes(caches: Mapping[str, FastKVCache], bound: int) -> None:

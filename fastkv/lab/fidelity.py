@@ -20,8 +20,6 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -365,7 +363,7 @@ def known(number: Tensor) -> float | None:
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
-    """Measure every cache, print the table, and write fidelity.json and a picture into `options.out`."""
+    """Measure every cache, print the table, and write fidelity.json into `options.out`."""
     console = console or common.console_of(112)
     if options.steps >= options.context:
         raise FastKVError(f"steps must be fewer than the {options.context} tokens of the text, got {options.steps}")
@@ -390,9 +388,7 @@ The full cache takes {full[0].nbytes / 2**10:.0f} KiB for {options.context} toke
     chosen = "model text question context steps policies budgets equal correction slots seeds".split()
     record = {"versions": common.versions(), "options": {name: getattr(options, name) for name in chosen}}
     common.write_json(options.out / "fidelity.json", {**record, "rows": rows})
-    picture = options.out / "fidelity.png"
-    write_errors(rows, options.context, picture)
-    console.print(f"{picture} and {options.out / 'fidelity.json'} written")
+    console.print(f"{options.out / 'fidelity.json'} written")
     return rows
 
 
@@ -461,29 +457,3 @@ def table_of(rows: Sequence[Row]) -> Table:
         numbers = common.cells({**vars(row), "kibibytes": row.nbytes / 2**10}, COLUMNS)
         table.add_row(row.policy, *numbers)
     return table
-
-
-def write_errors(rows: Sequence[Row], context: int, path: Path) -> None:
-    """A column for each budget, a line for each policy: errors of every layer, below without those of lower layers."""
-    budgets = list(dict.fromkeys(row.budget for row in rows))
-    figure = common.figure(4.6 * len(budgets) + 0.8, 7.4)
-    axes = figure.subplots(2, len(budgets), sharex=True, sharey="row", squeeze=False)
-    for column, budget in enumerate(budgets):
-        shown = {row.policy: row for row in rows if row.budget == budget}
-        for axis, name in zip(axes[:, column], ("error", "own_error")):
-            for index, (label, row) in enumerate(shown.items()):
-                axis.plot(row.layers, by_layer(row, name), label=label, **common.style(index))
-        size = max(row.nbytes for row in shown.values()) / 2**10
-        common.finish(axes[0][column], f"cache of {size:.0f} KiB, {budget} tokens without moments", zero=True)
-        common.finish(axes[1][column], x="layer", zero=True)
-        axes[1][column].xaxis.get_major_locator().set_params(integer=True)
-    axes[0][0].set_ylabel("against the full cache")
-    axes[1][0].set_ylabel("against the layer's own pairs")
-    title = f"attention output after up to {context} tokens, mean relative error"
-    common.save(figure, path, title, legend_of=axes[0][0], columns=3 * len(budgets))
-
-
-def by_layer(row: Row, name: str) -> list[float]:
-    """One number for each layer, over its heads; NaN, which is not drawn, where none is known."""
-    layers = [[head for head in layer if head is not None] for layer in row.by_head[name]]
-    return [fmean(heads) if heads else float("nan") for heads in layers]

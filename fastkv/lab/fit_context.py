@@ -108,7 +108,6 @@ def make_triples(
     samples: int = 12,
     seed: int = 0,
     write: Write = english_text,
-    query_aware: bool = False,
     progress: Callable[[], None] | None = None,
 ) -> list[Triple]:
     """Measure a policy on generated texts: the data that `fit` wants.
@@ -124,31 +123,26 @@ def make_triples(
         keeps: shares of the context to try. A share below sinks and recent tokens is measured, and reported, as theirs.
         lengths: tokens of the texts.  samples: texts of each length.  seed: of the first text; the others follow.
         write: makes a text of a length.  progress: called after each text.
-        query_aware: compress a context together with its first question instead, as when a prompt is read for one
-            answer; contexts then survive much stronger compression, but only for that question.
     """
     common.check_stock("context calibration", model)
     triples = []
     for length in lengths:
         for index in range(samples):
             # The texts of negative seeds are nobody else's: whoever measures counts up.
-            asked = _tokenise(model, tokenizer, write(tokenizer, length, -1 - seed - index), query_aware)
+            asked = _tokenise(model, tokenizer, write(tokenizer, length, -1 - seed - index))
             triples += _measure(model, policy, keeps, asked)
             if progress is not None:
                 progress()
     return triples
 
 
-def _tokenise(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample: Sample, query_aware: bool) -> Asked:
+def _tokenise(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Asked:
     """Tokens of a text on the model's device; only the context gets the tokenizer's special tokens."""
     context = tokenizer(sample.context).input_ids
     questions, answers = (
         [tokenizer(f" {one}", add_special_tokens=False).input_ids for one in texts]
         for texts in (sample.questions, sample.answers)
     )
-    if query_aware:  # the last token of the question waits: what is read after compression predicts the answer
-        context += questions[0][:-1]
-        questions, answers = [questions[0][-1:]], answers[:1]
     rests = [question + answer for question, answer in zip(questions, answers)]
     return Asked(torch.tensor([context], device=model.device), rests, [len(question) for question in questions])
 
@@ -244,7 +238,7 @@ def run(options: argparse.Namespace) -> None:
     model, tokenizer = common.load(options.model)
     common.check_length("lengths", max(options.lengths), model, options.model)
     shape, words = fingerprint(model.config), describe(model.config)
-    settings = {name: getattr(options, name) for name in ("lengths", "samples", "seed", "query_aware")}
+    settings = {name: getattr(options, name) for name in ("lengths", "samples", "seed")}
     fitted: list[QualityCurve] = []
     with common.progress(console) as progress:
         bar = progress.add_task("", total=len(options.policies) * len(options.lengths) * options.samples)
@@ -253,8 +247,7 @@ def run(options: argparse.Namespace) -> None:
             triples = make_triples(model, tokenizer, name, **settings, progress=partial(progress.advance, bar))
             alpha, beta = fit(triples, options.penalty)
             error = residual(triples, alpha, beta)
-            curve = QualityCurve(alpha, beta, name, shape, words, len(triples), error, options.query_aware)
-            fitted.append(curve)
+            fitted.append(QualityCurve(alpha, beta, name, shape, words, len(triples), error))
         progress.update(bar, description="measured")
     for curve in fitted:
         console.print(

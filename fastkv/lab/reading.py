@@ -27,7 +27,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..api import patch, patched
 from ..budget import Budget
 from ..cache.layout import Attends
-from ..cache.wrappers import HeldPrompt
+from ..cache.wrappers import Tokens
 from ..config import Config
 from ..errors import FastKVError
 from ..integrations.transformers import latent, modules, stock
@@ -36,8 +36,6 @@ from ..integrations.transformers.prompt import Prompt, read_again
 from ..integrations.transformers.stock import CACHE
 from ..policies import Policy, Reread, get
 from ..prefix import answers
-
-QUESTION = ("later", "seen")
 
 
 @torch.no_grad()
@@ -78,13 +76,13 @@ ROOM = 1 << 20  # tokens: nothing is evicted while a text is only read
 class HeldLayer:
     """What a layer holds of a text: q [1, Hq, N, D], k, v [1, Hkv, N, D], valid [1, N], and how it attends."""
 
-    tokens: tuple[Tensor, Tensor, Tensor, Tensor]
+    tokens: Tokens
     attends: Attends
 
-    def give(self, prompt: HeldPrompt, again: Reread | None) -> None:
-        """Let this be what a layer has read; copies, as slots of unequal heads are filled where their tokens lie."""
+    def copies(self) -> Tokens:
+        """What a layer may compress: slots of unequal heads are filled where their tokens lie."""
         q, k, v, valid = self.tokens
-        prompt.held, prompt.attends, prompt.reread = (q, k.clone(), v.clone(), valid), self.attends, again
+        return q, k.clone(), v.clone(), valid
 
 
 class Reading:
@@ -148,13 +146,11 @@ class Reading:
         again = self._second(cache) if cache.config.policy.second_reading else [None] * len(self.layers)
         attentions = modules.attentions(self.model)
         for layer, held, second in zip(cache.compressed, self.layers, again):
-            _, k, v, _ = held.tokens
-            layer.lazy_initialization(k, v)
-            layer.seen = k.shape[2]
+            how = held.attends
             if cache.config.needs("output"):
-                output = modules.output_projection(attentions[layer.cache.layer], v.shape[-1])
-                held = replace(held, attends=held.attends._replace(output=output))
-            held.give(layer.hold(), second)
+                output = modules.output_projection(attentions[layer.cache.layer], held.tokens[2].shape[-1])
+                how = how._replace(output=output)
+            layer.holds(held.copies(), how, second)
             layer.commit(None)
         return cache
 
@@ -164,11 +160,7 @@ class Reading:
         key = (config.policy.second_reading, config.samples_queries)
         if key not in self.again:
             base = self.model.get_decoder()  # type: ignore[operator]
-            held = [layer.hold() for layer in cache.compressed]
-            for layer, prompt, one in zip(cache.compressed, held, self.layers):
-                one.give(prompt, None)
-                layer.lazy_initialization(*one.tokens[1:3])
-                layer.seen = self.ids.shape[1]
+            held = [layer.holds(one.copies(), one.attends) for layer, one in zip(cache.compressed, self.layers)]
             with cache.reading(Prompt(None, None)):
                 read_again(base, cache, held, self.ids, torch.ones_like(self.ids))
             found = [prompt.reread for prompt in held]

@@ -441,13 +441,7 @@ TASKS = {**dict.fromkeys(KINDS, niah), "vt": tracking, "cwe": common_words, "fwe
 
 
 def generate(
-    task: str,
-    tokenizer: Tokenizer,
-    length: int,
-    seed: int = 0,
-    index: int = 0,
-    *,
-    depth: float | None = None,
+    task: str, tokenizer: Tokenizer, length: int, seed: int = 0, index: int = 0, *, depth: float | None = None
 ) -> Sample:
     """One sample of `task`; the same arguments always give the same one.
 

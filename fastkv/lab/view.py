@@ -17,7 +17,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,13 @@ from rich.console import Console
 from torch import Tensor
 
 from .. import policies
-from ..cache.layer import LayerCache
 from ..calibration.files import replace_file
 from ..errors import FastKVError
 from ..integrations.transformers import modules
 from ..integrations.transformers.cache import FastKVCache
 from ..integrations.transformers.layer import FastKVLayer
 from ..integrations.transformers.stock import CACHE
-from ..ops.operator import ATTRIBUTES
-from ..reference import Centroids, LayerState
-from ..reference.centroids import BLOCK
+from ..reference import LayerState
 from . import common, facts
 from .equal_bytes import stored_bytes
 from .fidelity import stored_tokens
@@ -90,7 +87,8 @@ def run(options: argparse.Namespace, console: Console | None = None) -> dict[str
     reading = Reading(text.ids.to(model.device), block, steps)
     common.make_folder(options.out.parent)
     traces = []
-    for cache, _ in common.each(model, [traceable(one) for one in common.caches_of(options, model)], console):
+    caches = [replace(one, arguments={**one.arguments, "static": False}) for one in common.caches_of(options, model)]
+    for cache, _ in common.each(model, caches, console):
         if cache.policy == common.FULL:
             full = read_full(model, reading)
         else:
@@ -101,25 +99,16 @@ def run(options: argparse.Namespace, console: Console | None = None) -> dict[str
     return data
 
 
-def traceable(cache: common.Cache) -> common.Cache:
-    """With the fastest backend there is; with the reference, which `trace` can follow, where there are centroids."""
-    if cache.policy == common.FULL:
-        return cache
-    backend = "reference" if policies.get(cache.policy).correction == "centroids" else "auto"
-    return replace(cache, arguments={**cache.arguments, "static": False, "backend": backend})
-
-
 def text_of(tokenizer: Any, options: argparse.Namespace, context: int) -> Text:
     """The first `context` tokens of the text. Raises FastKVError if it is too short, or foreign to the tokenizer."""
     if options.text == FACTS:
         return with_facts(tokenizer, options, context)
-    whole, answer = facts.read(options.text), options.answer
+    whole = facts.read(options.text)
     encoded = tokenizer(whole, truncation=True, max_length=context, return_offsets_mapping=tokenizer.is_fast)
     ids = encoded.input_ids
     facts.check_tokens(options.text, len(ids), common.SHORTEST)
     pieces = pieces_of(tokenizer, whole, ids, encoded.get("offset_mapping"))
-    first = found(pieces, answer) if answer else 0
-    return Text(torch.tensor([ids]), pieces, Path(options.text).name, answer, first)
+    return Text(torch.tensor([ids]), pieces, Path(options.text).name, 0, 0)
 
 
 def with_facts(tokenizer: Any, options: argparse.Namespace, context: int) -> Text:
@@ -166,30 +155,22 @@ def page_of(
 
     Args: traces: of every cache, with the name of its correction.
     """
-    arrays: list[Tensor] = []
-    caches: list[dict[str, Any]] = []
-    for cache, one, correction in traces:
-        here = {"gone": one.gone, "error": coded(one.error), "centroid": one.centroid}
-        places = {
-            name: None if array is None else len(arrays) + place for place, (name, array) in enumerate(here.items())
+    numbers, starts = packed([array for _, one, _ in traces for array in (one.gone, coded(one.error))])
+    caches = [
+        {
+            "policy": cache.policy,
+            "budget": cache.budget,
+            "remembers": REMEMBERS[correction],
+            "kept": one.kept,
+            "bytes": one.nbytes,
+            "slot": one.slot,
+            "events": one.events,
+            "said": words(tokenizer, one.said),
+            "gone": gone,
+            "error": error,
         }
-        arrays += [array for array in here.values() if array is not None]
-        caches.append(
-            {
-                "policy": cache.policy,
-                "budget": cache.budget,
-                "remembers": REMEMBERS[correction],
-                "kept": one.kept,
-                "bytes": one.nbytes,
-                "slot": one.slot,
-                "events": one.events,
-                "said": words(tokenizer, one.said),
-                **places,
-            }
-        )
-    numbers, starts = packed(arrays)
-    for shown in caches:
-        shown |= {name: None if shown[name] is None else starts[shown[name]] for name in ("gone", "error", "centroid")}
+        for (cache, one, correction), gone, error in zip(traces, starts[::2], starts[1::2])
+    ]
     block = "in one piece" if reading.block is None else f"in blocks of {reading.block} tokens"
     first = traces[0][1]
     return {
@@ -261,8 +242,6 @@ class Trace:
         layers: indices in the model of the L compressed ones.
         events: tokens seen when something was evicted, in order.
         gone: [L, Hkv, N] int64, the number of the event, from 1, in which a token was evicted; 0 if it is still there.
-        centroid: [L, Hkv, N] int64, the centroid, from 1, that an evicted token is part of; 0 for none. None if the
-            cache has no centroids.
         error: [L, Hkv, N], |o - full| / |full| of the attention output for each token, mean over the query heads of a
             KV head.
         said: as of `Full`.  kept: tokens per KV head, mean.  nbytes: of the compressed layers.
@@ -272,7 +251,6 @@ class Trace:
     layers: list[int]
     events: list[int]
     gone: Tensor
-    centroid: Tensor | None
     error: Tensor
     said: Tensor
     kept: float
@@ -292,16 +270,11 @@ def read_full(model: Any, reading: Reading) -> Full:
 
 @torch.no_grad()
 def trace(model: Any, reading: Reading, full: Full) -> Trace:
-    """Run the patched model over the text, and look at its cache after every forward.
-
-    Centroids are followed where the backend is the reference; others may join tokens without `Centroids.add`.
-    """
+    """Run the patched model over the text, and look at its cache after every forward."""
     cache, num = FastKVCache(model), reading.ids.shape[1]
     layers = {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, FastKVLayer)}
     attending = modules.attentions(model)
     groups = {index: modules.Sizes.of(attending[index]).groups for index in layers}
-    for layer in layers.values():
-        track(layer.cache, num)
     gone: list[Tensor] = []
     events: list[int] = []
     errors: list[Tensor] = []
@@ -325,7 +298,6 @@ def trace(model: Any, reading: Reading, full: Full) -> Trace:
                 outputs_of_layer.clear()
     kept = kept_tokens(cache)
     assert kept is not None
-    parts = [state.parts for state in states if isinstance(state.parts, Tracked)]
     slots = [state.exact for state in states]
     sizes = [sum(part.nbytes for part in one.moving().values()) / one.keys[..., 0].numel() for one in slots]
     plain = slots[0].format.plain
@@ -333,11 +305,10 @@ def trace(model: Any, reading: Reading, full: Full) -> Trace:
         list(layers),
         events,
         torch.stack([one.cpu() for one in gone]),
-        torch.stack([one.centroid(left) for one, left in zip(parts, gone)]) if len(parts) == len(gone) else None,
         torch.cat(errors, -1),
         torch.stack(said[-reading.steps - 1 : -1]),
         kept,
-        stored_bytes(cache) - sum(one.place.nbytes for one in parts),
+        stored_bytes(cache),
         sum(sizes) / len(sizes),
         str(slots[0].dtype).rpartition(".")[2] if plain else slots[0].format.name,
     )
@@ -360,74 +331,6 @@ def states_of(model: Any, layers: Iterable[FastKVLayer]) -> tuple[list[LayerStat
             f"view draws layers with equally many KV heads, got {type(model).__name__} with {heads}; try another model"
         )
     return states, heads[0]
-
-
-@dataclass
-class Tracked(Centroids):
-    """Centroids that know where each token went.
-
-    A tensor, so that it goes wherever the state goes, through operators as well.
-
-    Attributes: place: [B, Hkv, N + 1] int64, the centroid that the first, second, ... token to leave a head is part of
-        now, -1 while there is none; the last column always is -1.
-    """
-
-    place: Tensor
-
-    def add(self, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tracked:
-        """As of `Centroids`."""
-        inside = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device) if mask is None else mask
-        arrived = (self.place >= 0).sum(-1, keepdim=True)
-        last = self.place.shape[-1] - 1
-        nth = torch.where(inside, arrived + inside.cumsum(-1) - 1, last)
-        place, parts, blocks = self.place, Centroids(*self.tensors()[:4]), iter(nth.split(BLOCK, -1))
-        for after, target, order in self.steps(keys, values, mask):
-            if target is None:  # a block of tokens lines up behind the centroids
-                block = next(blocks)
-                behind = parts.num + torch.arange(block.shape[-1], device=block.device)
-                place = place.scatter(-1, block, behind.expand_as(block))
-                place[..., last] = -1
-                total = parts.num + block.shape[-1]
-            else:
-                place = moved(place, target)
-                total = target.shape[-1]
-            here = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-            place = moved(place, here.new_zeros(*order.shape[:2], total).scatter_(-1, order, here))
-            parts = after
-        return Tracked(parts.count, parts.keys, parts.values, parts.spread, place)
-
-    def centroid(self, gone: Tensor) -> Tensor:
-        """[Hkv, N], as in `Trace`, of a single sequence whose `gone` that is."""
-        place = self.place[0, :, :-1]
-        inside = (place >= 0).to(self.count.dtype)
-        members = torch.zeros_like(self.count[0]).scatter_add_(-1, place.clamp(min=0), inside)
-        assert torch.equal(members, self.count[0]), "every token that left is in one centroid"
-        # Tokens leave by event, those of one event in order of age.
-        order = torch.where(gone > 0, gone, gone.shape[1] + 1).argsort(dim=-1, stable=True)
-        return torch.zeros_like(place).scatter_(-1, order, place + 1).cpu()
-
-
-ATTRIBUTES[Tracked] = tuple(one.name for one in fields(Tracked))  # so that operators take it apart
-
-
-def moved(place: Tensor, target: Tensor) -> Tensor:
-    """What was at place m is now at place target[..., m], [B, Hkv, M]."""
-    return torch.where(place >= 0, target.gather(-1, place.clamp(min=0)), -1)
-
-
-def track(layer: LayerCache, num: int) -> None:
-    """Let the layer, still empty, know of `num` tokens in which of its centroids they are, if it comes to have any."""
-    allocate = layer.allocate
-
-    def tracking(*sizes: Any, **options: Any) -> None:
-        allocate(*sizes, **options)
-        assert layer.state is not None
-        parts = layer.state.parts
-        if isinstance(parts, Centroids):
-            nowhere = parts.count.new_full((*parts.count.shape[:2], num + 1), -1, dtype=torch.int64)
-            layer.state.parts = Tracked(parts.count, parts.keys, parts.values, parts.spread, nowhere)
-
-    layer.allocate = tracking  # type: ignore[method-assign]
 
 
 # The page.

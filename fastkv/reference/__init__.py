@@ -21,7 +21,6 @@ from .attention import (
     append,
     attention_ahead,
     check_peak,
-    collect,
     decode_attention,
     decode_step,
     merge_partials,
@@ -68,7 +67,6 @@ from .selection import (
     evict,
     in_order,
     joined,
-    places,
     protected,
     remember,
     select,
@@ -76,18 +74,5 @@ from .selection import (
     select_slots,
     slot_signals,
 )
-from .slots import (
-    FORMATS,
-    FP8,
-    INT4,
-    INT8,
-    PLAIN,
-    Codec,
-    RowFormat,
-    SlotFormat,
-    Stored,
-    rotated,
-    slot_format,
-    step_of,
-)
+from .slots import FORMATS, FP8, INT4, INT8, PLAIN, Codec, RowFormat, SlotFormat, Stored, rotated, slot_format, step_of
 from .state import LayerState, Recovery, Slots, Spec

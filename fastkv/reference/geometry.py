@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import FastKVError, check_groups, check_shape
-from .attention import masked_softmax, softcapped, with_sink
+from .attention import grouped_logits, masked_softmax, with_sink
+from .gather import rows_at
 from .moments import compute_dtype
 
 METRICS = ("l2", "l1", "linf", "cosine")
@@ -229,12 +230,9 @@ def noncausal_attention_mass(
     for start in range(0, num, chunk):
         rows = order[..., start : start + chunk]
         usable = inside[..., start : start + chunk]
-        key = keys.gather(2, rows[..., None].expand(-1, -1, -1, dim)).to(dtype)
-        spread = rows[:, :, None, :, None].expand(-1, -1, groups, -1, dim)
-        query = q.reshape(batch, heads, groups, num, dim).gather(3, spread).to(dtype)
-        query = torch.where(usable[:, :, None, :, None], query, 0) * scale
-        logits = softcapped(query @ key[:, :, None].transpose(-1, -2), softcap)
-        probs, lse = masked_softmax(logits, (usable[:, :, None, :, None] & usable[:, :, None, None, :]))
+        query, key = rows_at(q, rows.repeat_interleave(groups, 1)), rows_at(keys, rows)
+        logits = grouped_logits(query, key, scale, softcap)
+        probs, lse = masked_softmax(logits, usable[:, :, None, :, None] & usable[:, :, None, None])
         probs, _ = with_sink(probs, lse, None if sink_logits is None else sink_logits.view(heads, groups, 1))
         mass.scatter_(-1, rows, probs.sum((2, 3)) / groups)
     return mass

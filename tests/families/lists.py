@@ -1,11 +1,11 @@
-"""The lists that results are written to: `FOUND` of the package, which makes `TESTED`, and docs/models.md."""
+"""The lists that results are written to: `families.json` of the package, which makes `TESTED`, and docs/models.md."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import fill
 
 from fastkv.integrations.transformers import families
 
@@ -13,8 +13,7 @@ from .checks import CHECKS
 from .examine import FAILS, REFUSED, UNBUILT, WORKS
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE, CODE = ROOT / "docs" / "models.md", Path(families.__file__)
-BEGIN, END = "# What `python -m tests.families --write` found:\n", "# Until here.\n"
+PAGE, FILE = ROOT / "docs" / "models.md", families.FOUND
 ALL = "all features"
 KINDS = {
     "FastKVLayer": "full attention",
@@ -132,27 +131,20 @@ def page(found, before):
 
 
 def tested(found):
-    """The lines of `TESTED_WITH` and `FOUND` for these rows."""
+    """What `families.json` holds for these rows: transformers, and names of types by what works."""
     groups = {}
     for row in found:
         if row.status == WORKS:
             groups.setdefault(row.summary, []).append(row.name)
-    how = {"width": 116, "subsequent_indent": " " * 8, "break_on_hyphens": False, "break_long_words": False}
-    lines = [
-        fill(" ".join(names), initial_indent=f'    "{what}": """', **how) + '""",'
-        for what, names in sorted(groups.items())
-    ]
-    version = next(row.results[0].transformers for row in found)
-    return "\n".join([f'TESTED_WITH = "{version}"  # of transformers', "FOUND = {", *lines, "}", ""])
+    types = {what: " ".join(names) for what, names in sorted(groups.items())}
+    return {"transformers": next(row.results[0].transformers for row in found), "types": types}
 
 
 def write(results):
     """Write both lists, from results by name."""
     found = rows(results)
     PAGE.write_text(page(found, PAGE.read_text()))
-    before, rest = CODE.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    CODE.write_text(before + BEGIN + tested(found) + END + after)
+    FILE.write_text(json.dumps(tested(found), indent=2) + "\n")
 
 
 def table(text, title):

@@ -14,8 +14,9 @@ from ...backend import check_backend
 from ...cache.layer import LayerCache, Stock
 from ...cache.layout import Attends
 from ...cache.workspace import CacheWorkspace
-from ...cache.wrappers import HeldPrompt, Rollback
+from ...cache.wrappers import HeldPrompt, Rollback, Tokens
 from ...errors import FastKVError
+from ...policies import Reread
 from ...reference import LayerState
 from . import stock
 
@@ -192,6 +193,14 @@ class FastKVLayer(CacheLayerMixin):
     def hold(self) -> HeldPrompt:
         """Hold the next forward, a first prompt, until `commit`."""
         self.reader = held = HeldPrompt(self.cache)
+        return held
+
+    def holds(self, tokens: Tokens, how: Attends, reread: Reread | None = None) -> HeldPrompt:
+        """Hold tokens as if they had been read; k and v are overwritten where heads keep different numbers of them."""
+        self.lazy_initialization(*tokens[1:3])
+        self.seen = tokens[1].shape[2]
+        held = self.hold()
+        held.held, held.attends, held.reread = tokens, how, reread
         return held
 
     @property
