@@ -50,7 +50,7 @@ class Browser:
             for end, wanted in zip(ends, (READ, WRITE)):
                 os.dup2(end, wanted)
 
-        self.folder = tempfile.TemporaryDirectory()
+        self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # its processes outlive it by a moment
         self.process = subprocess.Popen(
             [find(), *FLAGS, f"--user-data-dir={self.folder.name}", "about:blank"],
             pass_fds=(READ, WRITE),

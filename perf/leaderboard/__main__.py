@@ -78,7 +78,7 @@ TABLES = {
     "k8v4_2048": Table(
         "2,048 tokens, keys in 8 bits, values in 4", FEW, (0.125, 0.0625), 7, settings={"slots": "k8v4"}
     ),
-    "more_2048": Table("2,048 tokens, the defaults on more texts", ("fastkv", "fastkv-reread"), KEEPS[1:], 24),
+    "more_2048": Table("2,048 tokens, the defaults on more texts", ("fastkv", "fastkv-reread"), KEEPS[1:], 16),
     "blocks_2048": Table("2,048 tokens in blocks of 256", ONCE, settings={"prefill_block": 256}),
     "seen_2048": Table("2,048 tokens, read together with the question", FEW, texts=7, question="seen"),
     "tokens_2048": Table("2,048 tokens, at equal tokens, in float32", equal="tokens"),
