@@ -50,13 +50,6 @@ def test_one_variant_of_every_kernel_function_on_sm_90(compiled):
     assert sorted(line.split()[0] for line in lines) == sorted(wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("kernel", kernels())
-def test_all_variants_on_sm_90(kernel, compiled):
-    assert compiled("--arch", "90", "--kernel", kernel)
-
-
 @pytest.mark.parametrize(
     "what,given",
     {
@@ -162,11 +155,6 @@ def test_every_head_size_of_a_prompt_block_is_checked_for_repeated_products(tmp_
         for kind in (("bf16", "moments"), ("bf16", "centroids"), ("fp32", "moments"), ("fp32", "centroids")):
             widths = {width for one, width, *rest in found if one == chip and tuple(rest) == kind}
             assert widths - {"16", "32"} == common | (wide if "bf16" in kind else set()), (chip, kind)
-
-
-@pytest.mark.slow
-def test_no_product_of_a_prompt_block_is_computed_twice(compiled):
-    assert len(compiled("--kernel", "prefill_attention", "--match", "dim=64", "dim=128", "dim=256")) >= 6
 
 
 def test_an_unknown_kernel_is_an_error(monkeypatch):

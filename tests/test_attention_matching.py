@@ -75,13 +75,6 @@ def test_biases_and_values_are_those_of_two_least_squares_problems(softcap, pena
             torch.testing.assert_close(after[b, head, own], want, atol=1e-6, rtol=1e-6)
 
 
-def test_nothing_to_match_changes_nothing():
-    q, asked, keys, values, valid = setting()
-    none = torch.zeros_like(valid)
-    bias, after = Matching().matched(q, asked, Pairs(keys, values, none), Pairs(keys, values, none), Spec(SCALE))
-    assert not bias.any() and torch.equal(after, values)
-
-
 def told(keys="attention", softcap=None, tokens=9):
     q, asked, rows, values, valid = setting(seed=1, spread=2.0)
     positions = torch.arange(N, dtype=torch.int32).repeat(B, HKV, 1)
@@ -128,18 +121,6 @@ def test_omp_picks_keys_as_plain_matching_pursuit_does():
             assert scores[b, head].argsort(descending=True)[:9].tolist() == picked
             others = torch.ones(N, dtype=torch.bool).index_fill(0, torch.tensor(picked), False)
             assert torch.equal(scores[b, head, others], signals.memory[b, head, others]), "the rest goes by attention"
-
-
-def test_more_keys_than_queries_are_picked_once_each():
-    signals, _ = told("omp", tokens=N)
-    some = replace(signals.reread, queries=signals.reread.queries[:, :, :2], asked=signals.reread.asked[:, :2])
-    few = replace(signals, reread=some)
-    scores = AttentionMatching(keys="omp").score(few)
-    assert scores[few.valid].isfinite().all()
-    for b in range(B):
-        for head in range(HKV):
-            ranks = (scores - few.memory)[b, head][few.valid[b, head]].round().long()
-            assert len(ranks.unique()) == len(ranks) and int(ranks.min()) > 0
 
 
 def read(policy, length=50, heads="uniform", slots="model", **options):

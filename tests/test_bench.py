@@ -103,12 +103,6 @@ def test_medians_over_rounds(bench):
     assert (one.peak, two.peak, two.resident, two.kept, two.warm_up) == (900, None, 30, 40, 0.5)
 
 
-def test_nothing_starts_when_time_is_over(bench):
-    bench.end = time.monotonic() - 1
-    assert bench.run(command.common.console_of()) == "8 of 8 measurements are left"
-    assert {row.left_out for row in bench.rows()} == {"no time left"}
-
-
 def test_nothing_starts_that_would_not_be_finished(bench, monkeypatch):
     """Each of four cases takes 10 s, and the command may take 65: the first round and half of the second."""
     now = [0.0]

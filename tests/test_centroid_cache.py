@@ -10,8 +10,7 @@ from fastkv.cache.wrappers import Rollback
 from fastkv.policies import get
 from fastkv.reference import Centroids, centroid_estimate
 
-from .models import build, generate, policy, prompt
-from .test_batches import distinct, roll, rows_of
+from .models import build, policy, prompt
 from .test_module import B, D, fresh, tokens
 from .test_policy_matrix import EVERY, small
 from .test_saved import rewritten
@@ -100,31 +99,6 @@ def test_centroids_are_of_what_was_evicted(monkeypatch, block, heads, tmp_path):
         assert ((parts.count > 0).sum(-1) == moments.count.clamp(max=4)).all()
 
 
-def test_a_row_has_the_centroids_that_it_has_alone():
-    """Far more padding than tokens, so that blocks of evicted tokens are filled very differently."""
-    model, ids = distinct()
-    fastkv.patch(model, "fastkv", Budget(tokens=14, sinks=2, recent=3), evict_every=3)
-    batch, mask = rows_of(ids.repeat(4), (340, 40, 27), 340)
-    _, cache = roll(model, batch, mask, ids[40:64].view(3, 8))
-    for row in range(3):
-        real = mask[row].bool()
-        _, alone = roll(
-            model, batch[row : row + 1, real], mask[row : row + 1, real], ids[40:64].view(3, 8)[row : row + 1]
-        )
-        for mine, own in zip(cache.layers[0].state.parts.tensors(), alone.layers[0].state.parts.tensors()):
-            torch.testing.assert_close(mine[row], own[0], atol=1e-4, rtol=1e-4)
-
-
-def test_room_for_everything_uses_no_centroid():
-    model = build()
-    ids, mask = prompt()
-    want = generate(model, ids, mask, new=20)
-    fastkv.patch(model, "fastkv", Budget(tokens=100, sinks=2, recent=4))
-    found = generate(model, ids, mask, new=20, return_dict_in_generate=True)
-    assert torch.equal(found.sequences, want)
-    assert all(not layer.state.parts.count.any() for layer in found.past_key_values.layers)
-
-
 # What is done to a cache is done to them.
 
 
@@ -142,17 +116,3 @@ def test_files_of_something_else_are_refused(tmp_path):
     fastkv.patch(model, "fastkv", small(), evict_every=EVERY, correction="moments")
     with pytest.raises(FastKVError, match=r"was saved with correction=centroids, got correction=moments"):
         FastKVCache.load(tmp_path / "cache", model)
-
-
-def test_a_module_changes_its_dtype_and_not_its_centroids():
-    module = fresh("snapkv", correction="centroids")
-    module(*tokens(60))
-    before = [part.clone() for part in module.state.parts.tensors()]
-    module.to(torch.bfloat16)
-    assert module.state.exact.keys.dtype == torch.bfloat16
-    for part, old in zip(module.state.parts.tensors(), before):
-        assert part.dtype == old.dtype and torch.equal(part, old)
-    other = fresh("snapkv", correction="centroids")
-    other.load_state_dict(module.state_dict())
-    for part, old in zip(other.state.parts.tensors(), before):
-        assert torch.equal(part, old)

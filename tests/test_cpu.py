@@ -228,35 +228,6 @@ def test_rows_in_pieces_are_evicted_by_the_reference(monkeypatch):
             torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("known", ["nothing", "moments", "centroids"])
-@pytest.mark.parametrize("watched", [False, True])
-def test_rows_do_not_touch_each_other(watched, known):
-    """NaN in one row stays there, and every other row is what it is alone, bit for bit."""
-    random = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([[30, 30], [7, 19], [39, 1]], dtype=torch.int32)
-    keys, values = (torch.randn(3, 2, 40, 16, generator=random) for _ in range(2))
-    q, k, v = torch.randn(3, 4, 16, generator=random), *(torch.randn(3, 2, 1, 16, generator=random) for _ in range(2))
-    keys[1, 0, 3], values[1, 1, 5] = torch.nan, torch.inf
-    gone = [torch.randn(3, 2, 9, 16, generator=random) for _ in range(2)]
-
-    def step(rows):
-        received = torch.zeros(len(rows), 2, 40) if watched else None
-        place = lengths[rows].clone(), torch.zeros(len(rows), 2, 40, dtype=torch.int32), torch.full((len(rows),), 50)
-        moments = Moments.empty(len(rows), 2, 16, 16, order=1 if known == "moments" else None)
-        moments = moments.add(*(one[rows] for one in gone))
-        parts = Centroids.empty(len(rows), 2, 4, 16, 16).add(*(one[rows] for one in gone))
-        state = make_state(keys[rows].clone(), values[rows].clone(), *place, moments, attention=received)
-        state.parts = parts if known == "centroids" else None
-        spec = make_spec(SCALE, correction="none" if known == "nothing" else known)
-        out = cpu.decode_step(q[rows], k[rows], v[rows], state, spec)[0]
-        return out if received is None else torch.cat([out.flatten(1), received.flatten(1)], 1)
-
-    together = step([0, 1, 2])
-    assert together[1].isnan().any() and together[[0, 2]].isfinite().all()
-    for row in (0, 2):
-        assert torch.equal(together[row], step([row])[0])
-
-
 SLOTS = compiled.library("slots")
 
 
@@ -524,22 +495,3 @@ def test_masked_tokens_are_not_read():
     hidden = ~inside[..., None]
     cpu.join(mine, keys.masked_fill(hidden, float("nan")), values.masked_fill(hidden, float("nan")), inside)
     assert all(torch.equal(found, exact) for found, exact in zip(mine.tensors(), want.tensors()))
-
-
-@pytest.mark.parametrize("library", ["compiled", "missing"])
-@pytest.mark.parametrize("most", [64, 80])
-def test_what_leaves_is_remembered(library, most, monkeypatch):
-    if library == "missing":
-        monkeypatch.setattr(compiled, "library", lambda name: "no compiler")
-    keys, values, kept = leaving(2, 2, 80, (16, 16), 7, 0.3)
-    positions = torch.arange(80, dtype=torch.int32).expand(2, 2, 80)
-    found = []
-    for backend in ("reference", "cpu"):
-        known = Moments.empty(2, 2, 16, 16, order=None)
-        lengths = torch.full((2, 2), 80, dtype=torch.int32)
-        state = make_state(keys, values, lengths, positions, torch.full((2,), 80), known)
-        state.parts = Centroids.empty(2, 2, 6, 16, 16)
-        ops.remember(keys, values, positions, torch.ones_like(kept), kept, most, state, make_spec(backend=backend))
-        found.append(state.parts)
-    assert torch.equal(found[0].count, found[1].count)
-    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*(parts.tensors() for parts in found)))

@@ -3,8 +3,7 @@
 import json
 import sys
 import types
-import zlib
-from dataclasses import asdict, replace
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -19,7 +18,7 @@ from perf.speed import contenders, worker
 from perf.speed import contenders as models
 from perf.speed import report as speed_report
 from perf.speed.cases import PARTS, Case, interleaved, toy
-from perf.speed.contenders import Generates, KVPress
+from perf.speed.contenders import KVPress
 from perf.speed.report import FIRST, STEP, Speed
 from perf.speed.worker import decode, measure
 
@@ -45,29 +44,7 @@ def test_cases_have_names_of_their_own_and_toys_too():
             assert toy(case).budget == 0 or toy(case).budget > 36  # sinks and recent have to fit
 
 
-def test_every_kvpress_case_stands_beside_fastkv_with_the_same_policy_budget_and_shape():
-    for cases in PARTS.values():
-        mine = {(c.model, c.context, c.batch, c.policy, c.budget, c.what) for c in cases if c.contender == "fastkv"}
-        for case in cases:
-            if case.contender == "kvpress":
-                assert (case.model, case.context, case.batch, case.policy, case.budget, case.what) in mine
-
-
 # Models: the same numbers whatever builds them.
-
-
-def test_weights_come_from_their_names_only():
-    torch.manual_seed(1)
-    one = models.build("llama-toy", CPU, torch.float32)
-    torch.manual_seed(2)
-    two = models.build("llama-toy", CPU, torch.float32)
-    key = "model.layers.1.self_attn.k_proj.weight"
-    weight = dict(one.named_parameters())[key]
-    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
-    assert torch.equal(weight, 0.02 * torch.randn(weight.shape, generator=generator))
-    assert models.checksum(one, "llama-toy") == models.checksum(two, "llama-toy")
-    two.lm_head.weight.data[5, 5] += 1e-3
-    assert models.checksum(one, "llama-toy") != models.checksum(two, "llama-toy")
 
 
 @pytest.mark.parametrize("name,tables", [("llama-toy", 1), ("gemma-3-toy", 0)])
@@ -105,21 +82,6 @@ def test_stepping_and_generating_give_the_same_tokens(case):
     assert torch.equal(position, torch.full((case.batch, 1), case.context + case.new - 1))
 
 
-@torch.no_grad()
-def test_a_static_cache_takes_the_same_steps():
-    model = models.build("llama-toy", CPU, torch.float32)
-    ids = models.prompt("llama-toy", 2, 100, CPU)
-    tokens = []
-    for case in (TOY, replace(TOY, step="compiled", block=32)):
-        contender = Generates(model, case)
-        cache = contender.new(100)
-        token = contender.read(ids, cache)[:, -1:].argmax(-1)
-        assert contender.kept(cache) == 100
-        plain = lambda t, p, cache=cache: model(t, past_key_values=cache, position_ids=p).logits  # noqa: E731
-        tokens.append(decode(plain, token, torch.full((2, 1), 100), case.room - 1))
-    assert torch.equal(*tokens)
-
-
 def test_rows_of_the_worker(threads, monkeypatch):
     monkeypatch.setitem(worker.COPY_BYTES, "cpu", 1 << 20)
     row = measure(TOY)
@@ -135,12 +97,6 @@ def test_rows_of_the_worker(threads, monkeypatch):
     flat = measure(replace(KEPT, what="flat", context=4096, block=128, batch=1))["flat"]
     assert [point["seen"] for point in flat] == [128, 256, 512, 1024, 2048, 4096]
     assert flat[0]["over_first"] == 1 and all(point["over_first"] > 0 for point in flat)
-
-
-def test_bytes_of_a_view_are_those_of_what_it_holds_on_to():
-    layer = types.SimpleNamespace(keys=torch.zeros(1, 2, 50, 16)[:, :, :3], values=torch.zeros(1, 2, 3, 16))
-    held = Generates(None, TOY).resident(types.SimpleNamespace(layers=[layer, layer]))
-    assert held == 4 * 2 * 16 * (50 + 3)
 
 
 @given(budget=st.integers(1, 4096), extra=st.integers(1, 200_000))
@@ -173,11 +129,6 @@ def test_kvpress_presses_the_prompt_and_not_the_steps(monkeypatch):
 
 
 # Runs.
-
-
-@pytest.mark.slow
-def test_a_worker_in_its_own_process():
-    assert engine.in_process("perf.speed.worker", asdict(TOY))["kept"] == 100
 
 
 def test_a_part_waits_for_kvpress_whose_logits_have_to_agree(tmp_path, monkeypatch):
@@ -293,13 +244,6 @@ def test_pairs():
     assert len(list(Speed(captured).pairs("kvpress"))) == 1
 
 
-def test_what_is_slower_is_named():
-    text = speed_report.slower(Speed(MADE_UP))
-    assert "- time per step, against the full cache: less everywhere (3 comparisons).\n" in text
-    assert "- time per step, against kvpress: more at 1 of 3; worst 1.10x (fastkv keydiff 512, llama-small" in text
-    assert "- time to first token, against the full cache: more at 2 of 3; worst 2.00x" in text
-
-
 def write(folder, content):
     folder.mkdir(exist_ok=True)
     for name, file in content.items():
@@ -319,21 +263,6 @@ def test_the_report_has_tables_plots_and_commands(tmp_path):
         assert line in text, line
     for name in ("speed_cpu_context", "speed_cpu_context_memory", "speed_cpu_flat"):
         assert (tmp_path / f"{name}.png").stat().st_size > 1000 and f"({name}.png)" in text
-
-
-def test_sections_go_between_their_markers_and_nowhere_else(tmp_path):
-    page, front = tmp_path / speed_report.PAGE, tmp_path / "README.md"
-    page.parent.mkdir()
-    page.write_text(f"# A\n\n{speed_report.BEGIN}\nold\n{speed_report.END}\n\n## B\n")
-    front.write_text(f"{speed_report.FRONT_BEGIN}\nold\n{speed_report.FRONT_END}\n")
-    for _ in range(2):
-        speed_report.write_sections(MADE_UP, tmp_path)
-        assert page.read_text() == f"# A\n\n{speed_report.section(MADE_UP)}\n\n## B\n"
-        assert front.read_text() == speed_report.front(MADE_UP) + "\n"
-    page.write_text("# A\n")
-    with pytest.raises(SystemExit, match="needs these two lines"):
-        speed_report.write_sections(MADE_UP, tmp_path)
-    assert "Not measured yet" in speed_report.section({})
 
 
 def test_pages_say_what_was_measured():

@@ -26,7 +26,7 @@ SAMPLE = (
     "tests/test_kernels_scores.py::test_groups[mass-1-float32]",
     "tests/test_kernels_scores.py::test_groups[peaks-1-float32]",
     "tests/test_kernels_scores.py::test_groups[window-1-float32]",
-    "tests/test_kernels_select.py::test_compact_keeps_and_merges[(2, 48, 40, 9, 40)-float32]",
+    "tests/test_kernels_select.py::test_compact[a full cache and a block-float32]",
     "tests/test_kernels_select.py::test_select_is_exact[7-ties]",
     "tests/test_kernels_evict.py::test_slot_signals",
 )

@@ -67,10 +67,6 @@ def test_bad_budgets(case):
     raises(expected, Budget, **options)
 
 
-def test_bytes_too_few_for_the_model():
-    raises("give at least", fastkv.patch(build(), budget=Budget(bytes=2_000)), prompt()[0])
-
-
 HYPER = {
     "unknown": (("keydiff", {"anchr": "mean"}), "no hyper-parameter anchr"),
     "anchor": (("keydiff", {"anchor": "mode"}), "anchor must be one of"),

@@ -189,14 +189,6 @@ def test_rows_may_be_chosen_before_saving(tmp_path):
         assert torch.equal(go_on(model, again, *rows), go_on(model, cache, *rows))
 
 
-def test_a_fork_of_one_is_a_clone_and_none_is_refused():
-    model = fastkv.patch(build(), "keydiff", small(), evict_every=EVERY)
-    cache, tokens, mask = read_prompt(model)
-    assert_same(contents(cache.fork(1)), contents(cache))
-    for n in (0, -1, 1.5, True, "2"):
-        raises("whole number of copies of at least 1", cache.fork, n)
-
-
 # What is refused.
 
 
