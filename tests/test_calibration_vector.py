@@ -79,16 +79,6 @@ def test_r2_is_that_of_the_pairs_themselves():
     torch.testing.assert_close(measured, brute_r2(other_keys[0], other_values[0], weight), rtol=1e-11, atol=1e-11)
 
 
-def test_keys_that_do_not_span_their_space_give_the_smallest_map():
-    keys, _ = pairs(key_dim=5)
-    dependent = torch.cat([keys, keys[..., :1], torch.zeros_like(keys[..., :1])], -1)
-    values = keys @ torch.randn(2, 5, 4, dtype=torch.float64)
-    sums = summed(dependent, values)
-    smallest = torch.linalg.lstsq(dependent, values, driver="gelsd").solution[0]
-    torch.testing.assert_close(sums.solve(), smallest, rtol=1e-8, atol=1e-8)
-    assert ((sums.r2(sums.solve()) - 1).abs() <= 1e-9).all()
-
-
 def test_values_that_do_not_vary_have_nothing_to_explain():
     """Sums of constants are off by rounding, to either side, which must not pass for variation."""
     keys, values = pairs(heads=64)
@@ -388,21 +378,6 @@ def test_text_is_packed_and_cut_into_sequences(bundled, tmp_path, monkeypatch):
     monkeypatch.setattr(facts, "PIECE", 7)
     (tmp_path / "lines.txt").write_text("\n".join(WORDS))
     assert read(str(tmp_path / "lines.txt")) == [[row] for row in expected]
-
-
-def test_a_tokenizer_without_a_start_token_gets_none(bundled, tmp_path):
-    _, tokenizer = bundled
-
-    class Bare:
-        bos_token_id = None
-
-        def __call__(self, text, **kwargs):
-            return tokenizer(text, **{"add_special_tokens": False} | kwargs)
-
-    path = tmp_path / "a.txt"
-    path.write_text(" ".join(WORDS))
-    ids = torch.cat(list(fits.sequences(str(path), Bare(), 8, 1000)))
-    assert ids.flatten().tolist() == [tokenizer.vocab[word] for word in WORDS]
 
 
 def test_text_that_cannot_be_read_is_refused(bundled, tmp_path):

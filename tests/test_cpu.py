@@ -332,16 +332,6 @@ def test_compiled_peaks_are_those_of_the_reference(batch, heads, groups, asking,
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-30)
 
 
-@peaks_compiled
-@pytest.mark.parametrize("cap", [None, 2.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_most_attended_is_that_of_the_reference(dtype, cap):
-    q, keys, lse = torch.randn(2, 6, 31, 24).to(dtype), torch.randn(2, 3, 50, 24).to(dtype), torch.randn(2, 6, 31) + 3
-    lse[1, :, 20:] = torch.inf  # padding
-    exact = reference.most_attended(q.double(), keys.double(), lse.double(), SCALE, cap)
-    torch.testing.assert_close(cpu.most_attended(q, keys, lse, SCALE, cap).double(), exact, rtol=1e-5, atol=1e-30)
-
-
 JOINS = compiled.library("joins")
 joins_compiled = pytest.mark.skipif(isinstance(JOINS, str), reason=f"joins.cpp: {JOINS}")
 

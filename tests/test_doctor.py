@@ -102,11 +102,6 @@ def test_what_is_refused_says_why(tmp_path, capsys):
     assert not any(line.startswith("memory") for line in lines)
 
 
-def test_windows_alone_are_refused(tmp_path, capsys):
-    found, _, _ = said(capsys, "--model", saved(tmp_path, transformers.MistralConfig(**COMMON, sliding_window=16)))
-    assert "no full-attention layer" in found["refused"]
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("amount", [{"tokens": 20}, {"keep": 0.3}], ids=str)
 def test_bytes_are_those_of_a_cache(name, amount):

@@ -148,18 +148,6 @@ def test_a_lost_device_ends_the_run_and_what_it_says_is_not_written(go, monkeypa
         timings.run(replace(case, build=lambda *a: 1 / torch.zeros(1, 2) @ torch.zeros(1)), CPU)
 
 
-def test_a_peer_that_is_absent_leaves_its_reason():
-    def crash(case, place):
-        raise ImportError("flashinfer is not installed")
-
-    own, peer = timings.key_cases()[:2]
-    assert peer.peer and not own.peer
-    for case in (peer, own):
-        job = plan.timing(CPU, replace(case, build=crash))
-        assert job.optional == case.peer
-        assert engine.row_of(job)["skipped"] == "ImportError: flashinfer is not installed"
-
-
 def test_what_is_wrong_is_not_timed(monkeypatch):
     """A step that differs from the reference leaves the reason, and fails, because it is no peer's."""
     case = timings.key_cases()[0]
@@ -236,49 +224,3 @@ def test_the_clock_divides_by_launches_and_rotates_sets(monkeypatch):
     assert row["samples"] == 100 and device.replays == 103
     for sets, once, launches in ((40, False, 120), (300, False, 300), (4, True, 4)):
         assert samples(Work(seen.append, sets, 1, once=once), place)[1] == launches
-
-
-def timed_row(op, batch, length, median, heads=LLAMA.name, share=None):
-    times = {"median_us": median, "p20_us": median - 0.1, "p80_us": median + 0.1, "gbps": 3500.0, "of_copy": share}
-    shape = {"heads": heads, "batch": batch, "length": length}
-    return {"id": f"{op}-{batch}-{length}", "part": "decode", "op": op, **shape, **times}
-
-
-def write_file(folder, name, rows, **changes):
-    content = {"environment": FACTS, "complete": True, "rows": rows} | changes
-    (folder / f"{name}.json").write_text(json.dumps(content))
-
-
-def test_a_report_of_measurements(tmp_path):
-    rows = [
-        timed_row("fastkv default", 1, 1024, 4.5),
-        timed_row("fastkv moments", 1, 1024, 4.62),
-        timed_row("fastkv no correction", 1, 1024, 4.4),
-        timed_row("FlexAttention", 1, 1024, 7.5),
-        timed_row("fastkv default", 32, 4096, 150.0),
-        timed_row("fastkv moments", 32, 4096, 150.0, share=0.85),
-        timed_row("SDPA flash", 32, 4096, 140.0),
-        {**timed_row("FlashInfer", 1, 1024, 1.0), "median_us": None, "skipped": "ImportError: not installed"},
-    ]
-    write_file(tmp_path, "gpu_timings", rows, complete=False)
-    steps = {"p20": 6.0, "p50": 6.5, "p80": 7.0, "mean": 6.5}
-    model = {"cache": "fastkv, captured", "model": "llama-3.1-8b", "batch": 1, "context": 2048, "budget": 1024}
-    sizes = {"tokens_per_s": 153.8, "first_s": 0.25, "cache_bytes": 2**30}
-    write_file(tmp_path, "gpu_model", [{"id": "m", **model, "ms": steps, **sizes}])
-    write_file(tmp_path, "gpu_checks", [{"id": "graph[x]", "op": "graph", "passed": False}])
-    report.main(["--results", str(tmp_path)])
-    text = (tmp_path / "README.md").read_text()
-    for line in (
-        "Files that are not finished: gpu_timings.",
-        "| FlashInfer | ImportError: not installed | 1 |",
-        "| graph | 0 | graph[x] |",
-        "| fastkv, captured, 1024 tokens kept | llama-3.1-8b | 1 | 2048 | 6.50 (6.00-7.00) | 154 | 0.25 | 1.00 |",
-        "| llama-3.1-8b | 1 | 1024 | fastkv default | 4.50 (4.40-4.60) | not measured | 3500 | not measured |",
-        "| llama-3.1-8b | 32 | 4096 | fastkv moments | 150.00 (149.90-150.10) | 127.50 | 3500 | 85.0% |",
-        "Blocks of prompts on a GPU: not measured.",
-        "GPU X",
-    ):
-        assert line in text, line
-    assert "| FlashInfer | 1.00" not in text and text.index("fastkv moments | 4.62") < text.index(
-        "FlexAttention | 7.50"
-    )

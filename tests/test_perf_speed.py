@@ -225,25 +225,6 @@ def test_rounds_of_a_case_become_one_row_of_medians():
     assert one["flat"] == points[2]
 
 
-def test_pairs():
-    speed = Speed(MADE_UP)
-    found = [(pair[0]["block"], STEP.ratio(*pair)) for pair in speed.pairs("kvpress", what="decode", context=16_384)]
-    assert found == [(512, 0.8), (None, 1.1)]
-    assert len(list(speed.pairs("full", what="decode"))) == 3 and len(speed.failed) == 1
-    captured = files(
-        row("p", long("full", step="compiled"), 8.0),
-        row("p", long("full"), 9.0),
-        row("p", long("fastkv", step="captured"), 2.0, first=0.5),
-        row("p", long("kvpress"), 3.0),
-    )
-    pairs = list(Speed(captured).pairs("full"))
-    assert [STEP.ratio(*pair) for pair in pairs] == [0.25] and FIRST.ratio(*pairs[0]) == 0.5
-    assert not list(Speed(captured).pairs("kvpress"))
-    for one in captured["speed_p"]["rows"]:
-        one["what"] = "generate"
-    assert len(list(Speed(captured).pairs("kvpress"))) == 1
-
-
 def write(folder, content):
     folder.mkdir(exist_ok=True)
     for name, file in content.items():

@@ -345,21 +345,3 @@ def test_what_is_loaded_only_to_be_stored_counts_for_who_stores_it():
     assert not only_stored(parse(kernel(COUNT.format(used))))
     fault("race", "in no order", COUNT.format(used), count, threads=64)
     fault("race", "in no order", COUNT.format("st.global.b32 [%rd10+32], %r4;"), count, threads=32)
-
-
-def test_an_order_repeats():
-    def taken(order):
-        out = torch.zeros(3, dtype=torch.int32)
-        run("""
-            setp.eq.b32 %p1, %r1, 0;
-            mov.b32 %r3, 1;
-            @%p1 atom.global.gpu.acq_rel.add.u32 %r4, [%rd2], %r3;
-            mul.wide.u32 %rd11, %r2, 4;
-            add.s64 %rd12, %rd1, %rd11;
-            @%p1 st.global.b32 [%rd12], %r4;
-            ret;
-        """, out, torch.zeros(1, dtype=torch.int32), grid=3, order=order)  # fmt: skip
-        return tuple(out.tolist())
-
-    runs = [taken(order) for order in range(20)]
-    assert runs == [taken(order) for order in range(20)] and len(set(runs)) > 3
