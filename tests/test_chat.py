@@ -11,7 +11,6 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import fastkv
 from fastkv import FastKVCache, FastKVError
@@ -86,23 +85,6 @@ def test_memory_stays_and_a_saved_conversation_goes_on(conversation, tmp_path):
         assert chat.commanded(conversation, "/reset") == "forgotten" and not conversation.cache.get_seq_length()
         assert chat.commanded(conversation, f"/load {file}").startswith("read")
     assert answers[0] == answers[1]
-
-
-def test_the_whole_is_what_one_prompt_would_be(conversation):
-    """Nothing is evicted: the tokens that the cache saw are those of one text, the last one apart."""
-    model, tokenizer, words = conversation.model, conversation.tokenizer, ("the river", "a bird")
-    fastkv.patch(model, "keydiff", 400)
-    conversation.reset()
-    text = torch.zeros(1, 0, dtype=torch.long)
-    for number, said in enumerate(words):
-        new = tokenizer(said if not number else f"\n{said}", return_tensors="pt", add_special_tokens=False).input_ids
-        text = torch.cat([text, new], 1)
-        conversation.answer(said)
-        with torch.no_grad(), fastkv.patched(model, "keydiff", 400):
-            text = model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=6)
-        fastkv.patch(model, "keydiff", 400)
-        assert conversation.cache.get_seq_length() + conversation.pending.shape[1] == text.shape[1]
-        assert torch.equal(conversation.pending[0], text[0, conversation.cache.get_seq_length() :])
 
 
 def test_an_answer_can_be_ended(conversation):

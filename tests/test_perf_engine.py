@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from perf import engine, tables
+from perf import engine
 from perf.engine import Job, Results, Unmeasured, digest
 
 FACTS = {"device": "GPU X", "driver": "1.2", "torch": "2", "triton": "3", "commit": "abc"}
@@ -82,15 +82,6 @@ def test_what_fails_is_named_and_can_be_tried_again(tmp_path, capsys):
     assert "a: broken" in capsys.readouterr().out
     check = Job("check", {}, lambda: {"passed": False})
     assert measured(opened(tmp_path / "checks.json", check)) == engine.FAILED
-
-
-def test_reports_read_cases_beside_what_was_measured(path):
-    """New rows hold their case apart, those from before the engine did not."""
-    (path.parent / "old.json").write_text(json.dumps({"environment": FACTS, "rows": [{"id": "a", "of": "a", "ms": 1}]}))
-    (path.parent / "dry.json").write_text(json.dumps({"environment": FACTS | {"dry_run": 1}, "rows": []}))
-    files = tables.read(path.parent)
-    assert files.keys() == {"old", "some"}
-    assert [(row["id"], row["of"]) for name in files for row in files[name]["rows"]] == [("a", "a"), *zip("ab", "ab")]
 
 
 def test_deadlines_leave_room(tmp_path, capsys):

@@ -6,7 +6,7 @@ import pytest
 
 from fastkv import Budget
 from perf.leaderboard import __main__ as leaderboard
-from perf.leaderboard import another, measure, onward, page, times
+from perf.leaderboard import another, onward, page, times
 from perf.leaderboard.cells import rows_of
 
 from . import toy
@@ -81,14 +81,6 @@ def test_cells_are_measured_once_and_go_on(place, loaded, capsys):
     again = [json.loads(line) for line in file.read_text().splitlines()]
     assert {(row["policy"], row["keep"]) for row in again} == {(n, k) for n in TABLE.names for k in TABLE.keeps}
     assert again[-1] == json.loads(first[3])
-
-
-def test_bytes_are_those_of_bfloat16(loaded):
-    model, _ = loaded
-    for keep, slots, least, most in ((0.5, "model", 0.4, 0.5), (0.5, "int8", 0.8, 1.0)):
-        keydiff = measure.policies.get("keydiff")
-        budget, told = measure.tokens_of(model, keep, 1000, "bytes", keydiff, {"slots": slots})
-        assert least * 1000 <= budget.tokens <= most * 1000 and told == {"slots": slots}
 
 
 def test_presses_are_shown_beside_fastkv_once_all_texts_were_read(place):

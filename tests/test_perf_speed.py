@@ -186,23 +186,6 @@ def files(*rows):
     return parts
 
 
-MADE_UP = files(
-    row("cpu_context", long("full"), 100.0, first=8.0),
-    row("cpu_context", long("fastkv", block=512), 4.0, first=6.0),
-    row("cpu_context", long("fastkv"), 5.5, first=9.0),
-    row("cpu_context", long("kvpress"), 5.0, first=10.0),
-    row("cpu_context", long("full", 8192), 50.0),
-    row("cpu_context", long("fastkv", 8192, block=512), 4.0, first=2.0),
-    row("cpu_context", long("kvpress", 8192), 4.0, first=5.0),
-    row("cpu_generate", long("fastkv", 8192, block=512, what="generate"), generate_s=4.0, tokens_per_s=9.0),
-    row("cpu_generate", long("kvpress", 8192, what="generate"), generate_s=7.0, tokens_per_s=9.0),
-    row("cpu_flat", long("fastkv", 131_072, what="flat"), flat=[
-        {"seen": n, "ms": {"p50": t}, "over_first": t / 4.0} for n, t in ((4096, 4.0), (8192, 4.1), (131_072, 3.8))
-    ]),
-    row("cpu_long", long("kvpress", 32_768), skipped="Error: a | b"),
-)  # fmt: skip
-
-
 def test_rounds_of_a_case_become_one_row_of_medians():
     cases = interleaved([long("fastkv"), long("kvpress")])
     assert [(case.contender, case.round) for case in cases] == [
@@ -223,27 +206,6 @@ def test_rounds_of_a_case_become_one_row_of_medians():
     points = [[{"seen": n, "ms": {"p50": ms * n}, "over_first": ms / n} for n in (1, 2)] for ms in (3.0, 1.0, 2.0)]
     [one] = Speed(files(*(row("cpu_flat", case, flat=flat) for case, flat in zip(walks, points)))).rows
     assert one["flat"] == points[2]
-
-
-def write(folder, content):
-    folder.mkdir(exist_ok=True)
-    for name, file in content.items():
-        (folder / f"{name}.json").write_text(json.dumps(file))
-
-
-def test_the_report_has_tables_plots_and_commands(tmp_path):
-    write(tmp_path, MADE_UP)
-    text = report.write(tmp_path).read_text()
-    for line in (
-        "| llama-small | 16384 | 4 | fastkv keydiff, blocks | 512 | 6.00 | 4.00 (3.90-4.10) | 1000 | 1.00 | 25.0x |",
-        "| llama-small | 8192 | 4 | kvpress keydiff | 512 | 128 | 7.00 | 9 | 1.0 |",
-        "| llama-small | fastkv keydiff | 131072 | 3.800 | -5.0% |",
-        "| cpu_long | decode-llama-small-n32768-b4-kvpress-keydiff-512 | Error: a / b |",
-        "`python -m perf.speed --parts cpu_context --kvpress-python PATH`",
-    ):
-        assert line in text, line
-    for name in ("speed_cpu_context", "speed_cpu_context_memory", "speed_cpu_flat"):
-        assert (tmp_path / f"{name}.png").stat().st_size > 1000 and f"({name}.png)" in text
 
 
 def test_pages_say_what_was_measured():
