@@ -43,14 +43,7 @@ FLASH_2, FLASH_3 = "flash-attn", "flash-attn-3"
                 "kernels of the hub": "not available: kernels is not installed",
             },
         ),
-        (
-            {FLASH_2: "2.8.3"},
-            (8, 0),
-            {
-                "flash_attention_2": "available (flash-attn 2.8.3)",
-                "flash_attention_3": "not available: flash-attn-3 is not installed",
-            },
-        ),
+        ({FLASH_2: "2.8.3"}, (8, 0), {"flash_attention_2": "available (flash-attn 2.8.3)"}),
         (
             {FLASH_3: "3.0.0", "kernels": "0.11"},
             (8, 6),

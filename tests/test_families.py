@@ -134,25 +134,6 @@ def test_a_page_says_what_was_found():
     )
 
 
-def test_the_command_keeps_and_writes(tmp_path, monkeypatch, capsys):
-    code, page = tmp_path / "families.py", tmp_path / "models.md"
-    code.write_text(lists.CODE.read_text())
-    page.write_text(PAGE)
-    monkeypatch.setattr(lists, "PAGE", page)
-    monkeypatch.setattr(lists, "CODE", code)
-    monkeypatch.setattr("tests.families.__main__.CHECKS", {})
-    kept = ["--results", str(tmp_path / "kept.jsonl")]
-    assert main(["--types", "llama,bloom,telepathy", *kept]) == 0
-    assert "1/3" in capsys.readouterr().out
-    assert main(["--types", "llama,bloom", "--missing", "--write", *kept]) == 0
-    assert "1/" not in capsys.readouterr().out
-    assert lists.table(page.read_text(), "Tested").keys() == {"llama"}
-    assert f'FOUND = {{\n    "{lists.summary(CHECKS)}": """llama""",\n}}\n' in code.read_text()
-    assert code.read_text().partition(lists.END)[2] == lists.CODE.read_text().partition(lists.END)[2]
-    main(["--list"])
-    assert "mistral:windows-only" in capsys.readouterr().out.split()
-
-
 def test_a_type_that_crashes_fails_alone(monkeypatch, tmp_path, capsys):
     def crash(name, checks):
         raise SystemExit(3)

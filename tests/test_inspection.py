@@ -259,18 +259,6 @@ def test_the_bundled_model_is_inspected_from_end_to_end(width, tmp_path):
         assert row[2] == f"{sum(layer['mle']) / len(layer['mle']):.1f}"
 
 
-@pytest.mark.parametrize("context, read_tokens", [((), 700), (("--context", 300), 300)], ids=("all", "300"))
-def test_a_text_is_read_from_a_file_or_from_standard_input(context, read_tokens, tmp_path, monkeypatch):
-    text = generate("facts", 1000, seed=5).context
-    words = " ".join(text.split()[:699])  # and <bos>
-    (tmp_path / "text.txt").write_text(words)
-    from_file, _ = inspect("--text", tmp_path / "text.txt", "--out", tmp_path, *context)
-    monkeypatch.setattr("sys.stdin", io.StringIO(words))
-    from_input, _ = inspect("--text", "-", "--out", tmp_path, *context)
-    assert from_file["tokens"] == from_input["tokens"] == read_tokens
-    assert from_file["layers"] == from_input["layers"]
-
-
 def test_by_default_no_more_is_read_than_the_model_and_the_defaults_allow():
     _, tokenizer = load()
     text = generate("facts", 6000, seed=0).context

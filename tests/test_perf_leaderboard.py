@@ -6,7 +6,7 @@ import pytest
 
 from fastkv import Budget
 from perf.leaderboard import __main__ as leaderboard
-from perf.leaderboard import another, onward, page, times
+from perf.leaderboard import another, onward, page
 from perf.leaderboard.cells import rows_of
 
 from . import toy
@@ -133,23 +133,6 @@ def test_text_that_goes_on_is_read_only_by_policies_that_are_missing(place, load
     text = page.PAGE.read_text()
     assert "## Onward, at 50 % removed" in text and "Texts of each source: 1;" in text
     assert text.count("| `streaming` |") == 1 and "| prose | reference | docstrings | code |" in text
-
-
-def test_times_are_of_every_policy_and_of_the_full_cache(place, loaded, monkeypatch):
-    model, tokenizer = loaded
-    monkeypatch.setattr(times, "LENGTH", 400)
-    monkeypatch.setattr(leaderboard, "ALL", ("keydiff", "streaming"))
-    told = {"torch": "2", "transformers": "5", "commit": "abc", "cpu": "a cpu"}
-    monkeypatch.setattr(times, "KEPT", (128,))
-    leaderboard.clock(model, tokenizer, told)
-    rows = rows_of(place / f"{page.TIMES}.jsonl")
-    assert [row["policy"] for row in rows] == ["full cache", "keydiff", "streaming"]
-    assert all(row["read_s"] > 0 and row["step_s"] > 0 for row in rows)
-    page.write(place, leaderboard.TABLES)
-    text = page.PAGE.read_text()
-    steps = rows_of(place / f"{page.HEADS}.jsonl")
-    assert [(row["kept"], row["batch"]) for row in steps] == [(128, 1), (128, 4)] and "uniform heads" in text
-    assert "## Time" in text and "| full cache | |  | " in text.split("## Time")[1]
 
 
 def test_heads_of_another_model(place, monkeypatch, capsys):

@@ -7,7 +7,6 @@ import re
 import types
 import zlib
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import tokenizers
@@ -24,7 +23,7 @@ from fastkv.integrations.transformers.stock import CACHE
 from fastkv.lab import common, fidelity, view
 from fastkv.lab.cli import main
 from fastkv.lab.equal_bytes import EVICT_EVERY, equal_bytes
-from fastkv.lab.view import FINE, LEVELS, TOP, Full, Reading, Trace, read_full, trace
+from fastkv.lab.view import FINE, LEVELS, TOP, Reading, read_full, trace
 
 from .browser import Browser, find
 from .families import tiny
@@ -218,53 +217,6 @@ def test_numbers_of_the_page_come_back():
     text, starts = view.packed(arrays)
     assert starts == [0, 6] and torch.equal(unpacked(text, (1, 2, 3)), torch.stack(arrays).int())
     assert view.coded(torch.tensor([0.0, 1e-9, 0.09, 1.0, 4.0, 9.0])).tolist() == [0, 0, 12, 24, 31, 31]
-
-
-def synthetic(num, layers, heads, seed):
-    """A trace of a text of so many tokens that is harder to compress than real ones: nothing follows from anything."""
-    drawn = torch.Generator().manual_seed(seed)
-    shape = layers, heads, num
-    events = list(range(256, num, 256))
-    last = torch.arange(num) // 256 + 1
-    waits = torch.zeros(shape).exponential_(1.0, generator=drawn).long()  # blocks that a token stays
-    gone = torch.where(last + waits < len(events), last + waits, 0)
-    centroid = torch.where(gone > 0, torch.randint(1, 33, shape, generator=drawn), 0)
-    error = torch.randn(shape, generator=drawn).sub(2).exp()
-    said = torch.zeros(32, dtype=torch.long)
-    return Trace(list(range(layers)), events, gone, centroid, error, said, 256.0, 1, 1.0, "float32")
-
-
-@pytest.fixture(scope="module")
-def long_page(bundled, tmp_path_factory):
-    """2,000 tokens of a model of 30 layers with 3 KV heads, 15 caches, of which every fifth has centroids: the path of
-    the page, and the traces.
-    """
-    num, policies, budgets = 2000, ["fastkv", "a", "b", "c", "d"], [128, 256, 512]
-    one = synthetic(num, 30, 3, 0)
-    plain = replace(synthetic(num, 30, 3, 1), centroid=None)
-    traces = [
-        (common.Cache(policy, tokens, {}), *((one, "centroids") if policy == "fastkv" else (plain, "none")))
-        for policy in policies
-        for tokens in budgets
-    ]
-    ids = torch.randint(5, 60, (1, num), generator=torch.Generator().manual_seed(2))
-    text = view.Text(ids, [" wonderful"] * num, "a text", 0, 0)
-    options = types.SimpleNamespace(model="model", policies=policies, budgets=budgets)
-    full = Full({}, torch.zeros(32, dtype=torch.long), 1)
-    data = view.page_of(text, Reading(ids, 256, 32), options, full, traces, bundled[1])
-    view.written(data, path := tmp_path_factory.mktemp("long") / "view.html")
-    return path, traces
-
-
-def test_a_page_of_a_long_text_is_small_and_holds_the_trace(long_page):
-    path, traces = long_page
-    assert path.stat().st_size <= 15e6 / 4  # 15 MB of 8,000 tokens
-    data = data_of(path.read_text())
-    numbers = unpacked(data["numbers"], traces[0][1].gone.shape)
-    for cache, (_, made, _) in zip(data["caches"], traces):
-        for name, want in (("gone", made.gone), ("error", view.coded(made.error)), ("centroid", made.centroid)):
-            assert (cache[name] is None) == (want is None)
-            assert want is None or torch.equal(numbers[cache[name] // want.numel()], want.int()), name
 
 
 def test_the_page_needs_nothing_else(page):
