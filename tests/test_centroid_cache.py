@@ -7,10 +7,9 @@ import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, corrections
 from fastkv.cache import signals
 from fastkv.cache.wrappers import Rollback
-from fastkv.policies import get
 from fastkv.reference import Centroids, centroid_estimate
 
-from .models import build, policy, prompt
+from .models import build, prompt
 from .test_module import B, D, fresh, tokens
 from .test_policy_matrix import EVERY, small
 from .test_saved import rewritten
@@ -66,37 +65,6 @@ def test_the_evicted_mass_of_a_block_reaches_what_is_observed(monkeypatch, wrapp
         reader.accept(3)
         want = want[:, :, :7]
     torch.testing.assert_close(*told, want)
-
-
-# Nothing is lost: the same tokens leave as with moments, and their centroids have the moments' mean.
-
-
-@pytest.mark.parametrize("heads, block", [("uniform", 16), ("adaptive", None), ("fixed", 16)])
-def test_centroids_are_of_what_was_evicted(monkeypatch, block, heads, tmp_path):
-    monkeypatch.setattr(corrections.kinds, "MEANS", torch.float32)
-    chosen = policy("duoattention", tmp_path) if heads == "fixed" else get("keydiff")
-    sharing = "adaptive" if heads == "adaptive" else "uniform"
-    ids, mask = prompt()
-    states = []
-    for correction in ("moments", "centroids"):
-        model = build(num_hidden_layers=2) if heads != "fixed" else build()
-        fastkv.patch(model, chosen, small(heads=sharing), prefill_block=block, evict_every=EVERY, correction=correction)
-        cache = FastKVCache(model)
-        model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), past_key_values=cache)
-        for step in range(2 * EVERY + 1):
-            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-            positions = mask.sum(-1, keepdim=True) - 1
-            model(ids[:, step : step + 1], attention_mask=mask, position_ids=positions, past_key_values=cache)
-        states.append(cache.layers[0].state)  # whose keys do not depend on the correction
-        mask = mask[:, :50]
-    moments, parts = states[0].moments, states[1].parts
-    assert (moments.count > 0).all() and torch.equal(states[1].moments.count, moments.count)
-    assert torch.equal(parts.count.sum(-1), moments.count.float())
-    for rows, mean in ((parts.keys, moments.key_mean), (parts.values, moments.value_mean)):
-        total = (parts.count[..., None] * rows).sum(2) / moments.count[..., None]
-        torch.testing.assert_close(total, mean, atol=1e-4, rtol=1e-4)
-    if heads == "uniform":
-        assert ((parts.count > 0).sum(-1) == moments.count.clamp(max=4)).all()
 
 
 # What is done to a cache is done to them.

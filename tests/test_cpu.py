@@ -207,27 +207,6 @@ def test_an_eviction(problem, tokens, sinks, recent, kind):
             assert all(a == b for a, b in zip(was, now) if a in now)
 
 
-def test_rows_in_pieces_are_evicted_by_the_reference(monkeypatch):
-    """Gaps between heads do no harm."""
-    random = torch.Generator().manual_seed(0)
-    room = torch.randn(2, 2, 2, 20, 8, generator=random)
-    scores = torch.randn(2, 2, 20, generator=random)
-    results, calls, evict = [], [], reference.evict
-    monkeypatch.setattr(reference, "evict", lambda *given: [calls.append(given), evict(*given)])
-    plain, gaps, pieces = room.clone().unbind(1), room.clone().unbind(1), room.mT.clone().mT.unbind(1)
-    for keys, values in ([rows.clone() for rows in plain], gaps, pieces):
-        positions, lengths = torch.arange(20, dtype=torch.int32).repeat(2, 2, 1), torch.full((2, 2), 20).int()
-        state = make_state(keys, values, lengths, positions, torch.full((2,), 20), Moments.empty(2, 2, 8, 8))
-        ops.evict(scores, None, state, make_spec(tokens=12, sinks=1, recent=2, backend="cpu"))
-        assert len(calls) == (keys.stride(-1) != 1)
-        order = positions[..., :12].argsort(-1)
-        kept = [rows[:, :, :12].gather(2, order[..., None].expand(-1, -1, -1, 8)) for rows in (keys, values)]
-        results.append((*kept, lengths, *state.moments.tensors()))
-    for one, *others in zip(*results):
-        for other in others:
-            torch.testing.assert_close(one, other)
-
-
 SLOTS = compiled.library("slots")
 
 

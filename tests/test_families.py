@@ -11,7 +11,7 @@ from fastkv.integrations.transformers.layer import FastKVLayer
 from .families import lists, tiny
 from .families.__main__ import main
 from .families.checks import CHECKS
-from .families.examine import FAILS, REFUSED, UNBUILT, WORKS, Result, examine
+from .families.examine import FAILS, REFUSED, UNBUILT, WORKS, examine
 
 # One of each way to be special: nothing, windows and images, three-dimensional positions, states of linear attention
 # within layers, shared keys, sinks, latents.
@@ -99,39 +99,6 @@ def test_checks_notice_evicted_tokens_that_still_count(monkeypatch):
     monkeypatch.setattr("fastkv.cache.layer.evict", lambda state, rule: None)
     found = examine("llama", ["evictions"])
     assert found.status == FAILS and "evictions" in found.reason
-
-
-def result(name, status=WORKS, **rest):
-    layers = {"FastKVLayer": 2, "DynamicSlidingWindowLayer": 2} if status == WORKS else {}
-    return Result(name, status, layers=layers, transformers="5.0", **rest)
-
-
-FOUND = [
-    result("good"),
-    result("good:odd", REFUSED, reason="odd | ones"),
-    result("limited", limits={"blocks": "why; not", "sdpa": "no"}),
-    result("bad", FAILS, reason="whole: wrong"),
-    result("fine"),
-    result("fine:less", FAILS, reason="blocks: wrong"),
-    result("other", REFUSED, reason="other is not supported: why"),
-    result("none", UNBUILT, reason="no weights"),
-]
-
-
-def test_a_page_says_what_was_found():
-    found = lists.rows({one.name: one for one in FOUND})
-    text = lists.page(found, "# Models of transformers 4.9 that work\n\n## Tested\n")
-    assert text.startswith("# Models of transformers 5.0 that work\n\n## Tested\n\n")
-    works = lists.table(text, "Tested")
-    assert works["good"] == ["full attention", "sliding windows", "odd: odd \\| ones"]
-    assert works["limited"][2] == "blocks: why; not<br>sdpa: no"
-    assert lists.table(text, "Refused") == {"other": ["other is not supported: why"]}
-    assert lists.table(text, "Wrong or failing") == {"bad": ["whole: wrong"], "fine": ["blocks: wrong"]}
-    assert lists.table(text, "Not tried") == {"none": ["no weights"]}
-    assert lists.tested(found) == (
-        'TESTED_WITH = "5.0"  # of transformers\n'
-        'FOUND = {\n    "all features but blocks, sdpa": """limited""",\n    "all features but odd": """good""",\n}\n'
-    )
 
 
 def test_a_type_that_crashes_fails_alone(monkeypatch, tmp_path, capsys):

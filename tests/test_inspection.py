@@ -14,10 +14,10 @@ from transformers import DynamicCache
 from fastkv import FastKVError
 from fastkv.lab import inspection as geometry
 from fastkv.lab.cli import build_parser
-from fastkv.lab.inspection import mean, measure_layer, nearest_distances, read, tokens_of
+from fastkv.lab.inspection import measure_layer, nearest_distances, read
 
 from .models import build
-from .toy import MODEL, generate, load
+from .toy import MODEL, load
 from .toy import told as toy_told
 
 N = 2000
@@ -209,15 +209,6 @@ def test_dilution_equals_brute_force():
             assert got["spread"][place, head].item() == pytest.approx(variation(distances), rel=1e-10)
 
 
-def test_keys_that_are_all_equal_or_zero_give_finite_numbers():
-    for keys in (torch.zeros(2, 300, 8), torch.full((2, 300, 8), 0.1)):
-        layer = measure_layer(0, keys, keys, [256, 300])
-        numbers = json.loads(json.dumps(layer, allow_nan=False))
-        assert numbers["pca"] == [0, 0] and numbers["two_nn"] == numbers["mle"] == [0.0, 0.0]
-        assert mean(layer, "spread") == pytest.approx(0, abs=1e-6)
-        assert mean(layer, "anchor") == pytest.approx(float(keys.max() > 0), abs=1e-12)
-
-
 def options(*arguments):
     return build_parser().parse_args(["inspect", "--model", MODEL, *map(str, arguments)])
 
@@ -257,16 +248,6 @@ def test_the_bundled_model_is_inspected_from_end_to_end(width, tmp_path):
         anchor = torch.nn.functional.cosine_similarity(keys, keys.mean(1, keepdim=True), dim=-1)
         assert layer["anchor"] == pytest.approx(anchor.mean(-1).tolist(), abs=1e-6)
         assert row[2] == f"{sum(layer['mle']) / len(layer['mle']):.1f}"
-
-
-def test_by_default_no_more_is_read_than_the_model_and_the_defaults_allow():
-    _, tokenizer = load()
-    text = generate("facts", 6000, seed=0).context
-    asked = options("--text", "text.txt")
-    assert [len(tokens_of(text, tokenizer, longest, asked)) for longest in (300, 8192)] == [300, geometry.MOST]
-    assert len(tokens_of(text, tokenizer, 8192, options())) == geometry.MOST
-    whole = tokens_of(text, tokenizer, 8192, options("--context", 5000))
-    assert whole.tolist() == tokenizer(text).input_ids[:5000]
 
 
 def test_only_full_attention_layers_are_read():

@@ -244,12 +244,6 @@ def test_manifold(metric, width, dtype):
     manifold(window=width, metric=metric, dtype=dtype)
 
 
-@pytest.mark.parametrize("num", [1, 2, 63, 64, 129])
-def test_key_scores_odd_lengths(num):
-    keydiff(1, 1, num, kind="none")
-    manifold(1, 1, num, kind="none", window=5, metric="l1")
-
-
 def test_splits_of_the_keys(monkeypatch):
     monkeypatch.setattr(key_scores, "LEAST_ROWS", 64)
     monkeypatch.setattr(leverage, "LEAST_ROWS", 64)

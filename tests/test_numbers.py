@@ -141,15 +141,6 @@ def test_a_layer_attends_to_what_it_retains(name, dtype, tmp_path):
         assert all(torch.isfinite(tensor).all() for tensor in floats), kind
 
 
-@pytest.mark.parametrize("name", each(ALONE, often=()))
-def test_equal_keys_lose_nothing(name, tmp_path):
-    """Where all keys are equal the moments are exact, so attention is the mean of all values ever seen."""
-    q, k, v = equal_keys(40)
-    for index, _, out in steps(layer(name, tmp_path, correction="moments", prefill_block=10), q, k, v):
-        mean = v[:, :, : index + 1].double().mean(2).repeat_interleave(2, 1)
-        torch.testing.assert_close(out[:, :, 0], mean.float())
-
-
 # Models.
 
 

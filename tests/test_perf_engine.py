@@ -84,12 +84,6 @@ def test_what_fails_is_named_and_can_be_tried_again(tmp_path, capsys):
     assert measured(opened(tmp_path / "checks.json", check)) == engine.FAILED
 
 
-def test_deadlines_leave_room(tmp_path, capsys):
-    long, short = job("long", seconds=61.0), job("short", seconds=1.0)
-    results = opened(tmp_path / "some.json", long, short)
-    assert measured(results, 60.0) == engine.LEFT and [row["id"] for row in results.rows] == ["short"]
-
-
 # Digests.
 
 

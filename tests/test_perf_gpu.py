@@ -2,7 +2,6 @@
 
 import json
 import time
-import types
 from dataclasses import replace
 
 import pytest
@@ -175,22 +174,6 @@ def test_what_happens_in_the_wrong_page_is_a_finding(harm, monkeypatch):
     row = checks.row_of(pages, CPU)
     assert not row["passed"] and row["error"].startswith("AssertionError: from ")
     assert ("others'" in row["error"]) == ("somebody else" in harm)
-
-
-def test_a_red_test_of_a_kernel_is_a_finding(monkeypatch):
-    said = "FAILED tests/test_kernels_evict.py::test_x[1] - AssertionError\n1 failed, 3 passed in 1.00s\n"
-    done = types.SimpleNamespace(returncode=1, stdout=said, stderr="")
-    monkeypatch.setattr(checks.subprocess, "run", lambda *args, **kwargs: done)
-    row = checks.row_of(lambda: checks.check_kernels(CPU), CPU)
-    assert not row["passed"] and row["error"] == "AssertionError: tests/test_kernels_evict.py::test_x[1]"
-    done.returncode, done.stdout = 2, "no module named hypothesis"
-    assert "hypothesis" in checks.row_of(lambda: checks.check_kernels(CPU), CPU)["error"]
-
-    def late(*args, **kwargs):
-        raise checks.subprocess.TimeoutExpired("pytest", 1)
-
-    monkeypatch.setattr(checks.subprocess, "run", late)
-    assert "not finished" in checks.row_of(lambda: checks.check_kernels(CPU), CPU)["error"]
 
 
 # What checks and the clock are made of.

@@ -17,9 +17,8 @@ from perf.speed import __main__ as command
 from perf.speed import contenders, worker
 from perf.speed import contenders as models
 from perf.speed import report as speed_report
-from perf.speed.cases import PARTS, Case, interleaved, toy
+from perf.speed.cases import PARTS, Case, toy
 from perf.speed.contenders import KVPress
-from perf.speed.report import FIRST, STEP, Speed
 from perf.speed.worker import decode, measure
 
 CPU = torch.device("cpu")
@@ -161,51 +160,6 @@ def test_a_part_waits_for_kvpress_whose_logits_have_to_agree(tmp_path, monkeypat
 
 
 # The report.
-
-
-def row(part, case, step=None, first=1.0, **more):
-    """A made-up row; `step` in milliseconds."""
-    own = {"first_s": first, "weight_bytes": 10**7, "cache_bytes": 2 * 10**6, "copy_gbps": 12.0, "kept": case.budget}
-    if step is not None:
-        own |= {"ms": {"p20": step - 0.1, "p50": step, "p80": step + 0.1}, "tokens_per_s": case.batch / step * 1e3}
-    versions = {"torch": "2.0", "transformers": "5.0", "kvpress": "0.5"}
-    return {"part": part, "id": case.name, **case.as_row(), **own, "peak_bytes": 2**20, "versions": versions, **more}
-
-
-def long(contender, context=16_384, **more):
-    policy = {} if contender == "full" else {"policy": "keydiff", "budget": 512}
-    return Case("llama-small", contender, context, 4, **policy | more)
-
-
-def files(*rows):
-    """Result files as the report reads them."""
-    parts = {}
-    for one in rows:
-        file = parts.setdefault(f"speed_{one['part']}", {"environment": FACTS, "complete": True, "rows": []})
-        file["rows"].append({key: value for key, value in one.items() if key != "part"})
-    return parts
-
-
-def test_rounds_of_a_case_become_one_row_of_medians():
-    cases = interleaved([long("fastkv"), long("kvpress")])
-    assert [(case.contender, case.round) for case in cases] == [
-        (w, n) for n in (1, 2, 3) for w in ("fastkv", "kvpress")
-    ]
-    assert [case.name.endswith(f"-round{case.round}") for case in cases] == [False] * 2 + [True] * 4
-    times = (4.0, 9.0, 5.0, 7.0, 8.0, 6.0)  # medians: 5 and 7
-    rows = [row("cpu_context", case, ms, first=10 * ms) for case, ms in zip(cases, times)]
-    speed = Speed(files(*rows, row("cpu_context", long("full"), 100.0)))
-    assert [(r["contender"], r["rounds"], STEP.read(r), FIRST.read(r)) for r in speed.rows] == [
-        ("fastkv", 3, 5.0, 50.0),
-        ("kvpress", 3, 7.0, 70.0),
-        ("full", 1, 100.0, 1.0),
-    ]
-    [pair] = speed.pairs("kvpress", what="decode")
-    assert STEP.ratio(*pair) == pytest.approx(5 / 7)
-    walks = interleaved([Case("llama-small", "fastkv", 8192, 1, "keydiff", 512, what="flat")])
-    points = [[{"seen": n, "ms": {"p50": ms * n}, "over_first": ms / n} for n in (1, 2)] for ms in (3.0, 1.0, 2.0)]
-    [one] = Speed(files(*(row("cpu_flat", case, flat=flat) for case, flat in zip(walks, points)))).rows
-    assert one["flat"] == points[2]
 
 
 def test_pages_say_what_was_measured():

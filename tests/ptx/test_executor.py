@@ -251,58 +251,6 @@ def test_programs_that_touch_the_same_place():
     assert "program (0, 0, 0)" in str(found) and "program (1, 0, 0)" in str(found)
 
 
-TICKET = """
-    mul.wide.u32 %rd11, %r2, 128;
-    add.s64 %rd12, %rd10, %rd11;
-    {before} st.global.b32 [%rd12], %r1;
-    {barrier}
-    setp.eq.b32 %p1, %r1, 0;
-    mov.b32 %r3, 1;
-    @%p1 atom.global.gpu.{order}.add.u32 %r4, [%rd2], %r3;
-    {late}
-    mov.b32 %r9, 0;
-    @%p1 st.shared.b32 [%r9], %r4;
-    bar.sync 0;
-    ld.shared.b32 %r5, [%r9];
-    setp.ne.b32 %p2, %r5, 2;
-    @%p2 bra $end;
-    ld.global.b32 %r6, [%rd10];
-    ld.global.b32 %r7, [%rd10 + 128];
-    ld.global.b32 %r8, [%rd10 + 256];
-    add.s32 %r6, %r6, %r7;
-    add.s32 %r6, %r6, %r8;
-    add.s64 %rd13, %rd3, %rd9;
-    st.global.b32 [%rd13], %r6;
-    $end:
-    ret;
-"""
-
-
-def ticketed(order="acq_rel", barrier="bar.sync 0;", before="", late="", run_order=0):
-    parts, tickets, out = (torch.zeros(size, dtype=torch.int32) for size in (96, 1, 64))
-    body = TICKET.format(order=order, barrier=barrier, before=before, late=late)
-    run(body, parts, tickets, out, grid=3, threads=32, shared=4, order=run_order)
-    return out
-
-
-def test_the_last_of_several_programs_reads_what_all_have_stored():
-    for order in range(12):
-        assert torch.equal(ticketed(run_order=order)[:32], 3 * torch.arange(32, dtype=torch.int32))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [dict(order="relaxed"), dict(order="acquire"), dict(order="release"), dict(barrier=""),
-     dict(before="setp.eq.b32 %p3, %r1, 77;\n@%p3", late="st.global.b32 [%rd12], %r1;")],
-    ids=str,
-)  # fmt: skip
-def test_tickets_that_order_nothing(change):
-    for order in range(6):
-        with pytest.raises(Fault, match="in no order") as found:
-            ticketed(**change, run_order=order)
-        assert found.value.kind == "race"
-
-
 COUNT = """
     ld.global.b32 %r3, [%rd1];
     add.s32 %r4, %r3, 1;
