@@ -4,7 +4,6 @@ import importlib
 import inspect
 import pkgutil
 import re
-from types import SimpleNamespace
 
 import pytest
 
@@ -48,13 +47,6 @@ def test_one_variant_of_every_kernel_function_on_sm_90(compiled):
     lines = compiled("--arch", "90", "--sample")
     wanted = [f"{module}.{name}" for module, names in kernels().items() for name in names]
     assert sorted(line.split()[0] for line in lines) == sorted(wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("kernel", kernels())
-def test_all_variants_on_sm_90(kernel, compiled):
-    assert compiled("--arch", "90", "--kernel", kernel)
 
 
 @pytest.mark.parametrize(
@@ -164,41 +156,11 @@ def test_every_head_size_of_a_prompt_block_is_checked_for_repeated_products(tmp_
             assert widths - {"16", "32"} == common | (wide if "bf16" in kind else set()), (chip, kind)
 
 
-@pytest.mark.slow
-def test_no_product_of_a_prompt_block_is_computed_twice(compiled):
-    assert len(compiled("--kernel", "prefill_attention", "--match", "dim=64", "dim=128", "dim=256")) >= 6
-
-
 def test_an_unknown_kernel_is_an_error(monkeypatch):
     monkeypatch.setattr(aot, "INTERPRET", False)
     monkeypatch.setattr(aot, "recorded", lambda chip: [])
     with pytest.raises(SystemExit, match="no kernel module named 'nothing'"):
         aot.main(["--kernel", "nothing"])
-
-
-def test_a_table_compiles_only_what_has_changed(monkeypatch, tmp_path, capsys):
-    few = [
-        SimpleNamespace(of=f"evict.{name}", name=f"evict.{name} dim=64", chip="90") for name in ("evict", "candidates")
-    ]
-    file = tmp_path / "table.txt"
-    monkeypatch.setattr(aot, "INTERPRET", False)
-    monkeypatch.setattr(aot, "recorded", lambda chip: few if chip == "90" else [])
-    monkeypatch.setattr(aot, "digest", lambda one: f"{len(one.name):012x}")
-    monkeypatch.setattr(aot, "check", lambda one: "regs 1  ok")
-    first, old = f"triton {aot.triton.__version__}", SimpleNamespace(name="no kernel of now", chip="90")
-
-    def line(one, of):
-        return f"{aot.title(one)}  ir {of:012x}  regs 1  ok"
-
-    # One is compiled already, under another name; what is known of the other is of another digest.
-    file.write_text("\n".join([first, line(old, len(few[0].name)), line(few[1], 0)]) + "\n")
-    for compiled in (1, 0):
-        assert aot.main(["--arch", "all", "--table", str(file)]) == 0
-        assert capsys.readouterr().out.endswith(f"2 within limits, 0 not, {compiled} compiled\n")
-        assert file.read_text().splitlines() == [first, *sorted(line(one, len(one.name)) for one in few)]
-    file.write_text("triton 0.0\n")
-    with pytest.raises(SystemExit, match=r"is of triton 0\.0"):
-        aot.main(["--table", str(file)])
 
 
 def test_names_places_and_the_order_of_constants_do_not_change_a_digest():

@@ -5,7 +5,6 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import nn
-from transformers import DynamicCache
 
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError
@@ -58,24 +57,6 @@ def test_assisted_decoding(name, block):
     cache = FastKVCache(model, static=False)
     assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=4, past_key_values=cache), expected)
     assert int(cache.compressed[0].state.seen) >= 40
-
-
-@pytest.mark.parametrize("name, empty", [("qwen3_next", True), ("falcon_h1", False), (SHARED[1], True)])
-def test_captured_steps(name, empty):
-    """On a CPU these run the model itself, from the same tensors."""
-    model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
-    fastkv.patch(model, budget=SMALL, evict_every=3, static=True)
-    expected = generate(model, ids, mask, new=6)[:, 40:]
-    cache = FastKVCache(model)
-    if empty:
-        step = fastkv.capture_decode(model, cache, 2)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    tokens = [logits(model, ids, mask, past_key_values=cache, position_ids=positions)[:, -1:].argmax(-1)]
-    if not empty:
-        step = fastkv.capture_decode(model, cache, 2)
-    for _ in range(5):
-        tokens.append(step(tokens[-1]).argmax(-1, keepdim=True))
-    assert torch.equal(torch.cat(tokens, 1), expected)
 
 
 # What is found.
@@ -146,13 +127,6 @@ def test_state_spaces_that_read_prompts_whole():
     assert families.whole_only(["jamba"]).startswith("jamba reads prompts whole only: ")
     with pytest.raises(FastKVError, match="its linear attention begins anew at every block; use prefill_block=None"):
         fastkv.patch(tiny("jamba"), prefill_block=16)
-
-
-def test_the_message_says_what_the_layers_are():
-    config = tiny("qwen3_next").config
-    config.layer_types, config.sliding_window = ["linear_attention"] * 3 + ["sliding_attention"], 8
-    layers = DynamicCache(config=config).layers
-    assert stock.census(layers) == "3 use linear attention, 1 use a sliding window"
 
 
 class OddLayer(stock.DynamicLayer):

@@ -75,13 +75,6 @@ def test_biases_and_values_are_those_of_two_least_squares_problems(softcap, pena
             torch.testing.assert_close(after[b, head, own], want, atol=1e-6, rtol=1e-6)
 
 
-def test_nothing_to_match_changes_nothing():
-    q, asked, keys, values, valid = setting()
-    none = torch.zeros_like(valid)
-    bias, after = Matching().matched(q, asked, Pairs(keys, values, none), Pairs(keys, values, none), Spec(SCALE))
-    assert not bias.any() and torch.equal(after, values)
-
-
 def told(softcap=None):
     q, asked, rows, values, valid = setting(seed=1, spread=2.0)
     positions = torch.arange(N, dtype=torch.int32).repeat(B, HKV, 1)

@@ -6,7 +6,7 @@ import torch
 import fastkv
 from fastkv import corrections
 
-from .models import ROLLS_BACK, account, build, generate, held, policy, prompt, raises
+from .models import account, build, generate, held, policy, prompt
 from .pairwise import FOLLOWERS, covering
 from .test_vector_cache import mapping
 
@@ -149,34 +149,6 @@ def test_beams_of_a_batch_are_the_beams_of_each_row(name, mode, tmp_path):
     together = generate(model, ids, mask, **options)[:, -12:].view(3, 2, 12)
     for row, pad in enumerate((0, 7, 19)):
         assert torch.equal(together[row], generate(model, ids[row : row + 1, pad:], **options)[:, -12:])
-
-
-@pytest.mark.parametrize(
-    "name,mode",
-    covering(
-        ["momentkv", "keydiff", "compactor", "h2o", "duoattention"],
-        ["whole", "adaptive", "vector"],
-        together=1,
-        where=go_together,
-    ),
-)
-def test_drafts_that_are_rejected_leave_no_trace(name, mode, tmp_path):
-    """Prompt lookup on a text that repeats itself: accepted and rejected drafts, and every token counted once."""
-    model, ids = distinct()
-    if not patch(model, name, tmp_path, mode):
-        return
-    text = ids[:12].repeat(4)[None]
-    if not ROLLS_BACK:
-        raises("announces roll-backs", generate, model, text, new=12, prompt_lookup_num_tokens=3)
-        return
-    out = generate(model, text, new=12, prompt_lookup_num_tokens=3, return_dict_in_generate=True)
-    again = generate(model, text, new=12, prompt_lookup_num_tokens=3)
-    assert torch.equal(out.sequences, again)
-    cache = out.past_key_values
-    for layer in range(4):
-        cache.layers[layer].accept()
-    account(cache, torch.tensor([cache.get_seq_length()]))
-    assert 48 <= cache.get_seq_length() < text.shape[1] + 12
 
 
 # Padding is never absorbed, however few tokens a forward has: a lone token may be padding too.

@@ -103,12 +103,6 @@ def test_medians_over_rounds(bench):
     assert (one.peak, two.peak, two.resident, two.kept, two.warm_up) == (900, None, 30, 40, 0.5)
 
 
-def test_nothing_starts_when_time_is_over(bench):
-    bench.end = time.monotonic() - 1
-    assert bench.run(command.common.console_of()) == "8 of 8 measurements are left"
-    assert {row.left_out for row in bench.rows()} == {"no time left"}
-
-
 def test_nothing_starts_that_would_not_be_finished(bench, monkeypatch):
     """Each of four cases takes 10 s, and the command may take 65: the first round and half of the second."""
     now = [0.0]
@@ -176,10 +170,3 @@ def test_table_file_and_picture(capsys, monkeypatch, tmp_path):
     assert ["full", "96", "1", "96"] in [line[:4] for line in lines]
     assert any(line[:4] == ["keydiff", "40", "96", "1"] for line in lines)
     assert "llama-small" in text
-
-
-def test_a_model_that_was_cut_says_so(monkeypatch):
-    monkeypatch.setattr(command, "free_bytes", lambda device: 16 << 20)
-    monkeypatch.setattr(Shape, "build", lambda self, device, dtype: self.layers)
-    layers, name = command.load(options_of("--shape=llama-small", "--contexts=256"), CPU)
-    assert 1 <= layers < 4 and name == f"llama-small, random weights, {layers} of 4 layers, which is what fits 0.0 GiB"

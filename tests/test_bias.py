@@ -1,15 +1,12 @@
 """Slots with a bias, an addend of their logits: e^bias = n counts as n copies of the slot, and moves with it."""
 
-import copy
-
 import pytest
 import torch
 
 from fastkv import FastKVError, ops
-from fastkv.ops.operator import flat_state, state_of
 from fastkv.reference import FORMATS, Selection
 
-from .states import assert_same, encoded, in_pages, in_slab, make_spec, make_state
+from .states import encoded, in_slab, make_spec, make_state
 from .test_ops import biased, step, vector
 
 B, HKV, G, D, C = 2, 2, 3, 32, 9
@@ -148,27 +145,6 @@ def test_a_block_comes_with_no_bias(backend):
             new = {int(LENGTHS[b].max()) + i: 0.0 for i in range(2)}
             want = before[b][head] | new
             assert len(row) == int(kept[b, head].sum()) and row.items() <= want.items()
-
-
-def test_rows_operators_and_numbers_of_bytes_know_it():
-    state = held()
-    plain = held()
-    plain.exact.bias = None
-    assert state.nbytes() == plain.nbytes() + 4 * B * HKV * C
-    assert_same(state_of(*flat_state(state)), state)
-    placed = in_pages(state, [3, 1], 5)
-    assert_same(placed.taken(), state)
-    q, k, v = random(B, HQ, D, seed=3), random(B, HKV, 1, D, seed=4), random(B, HKV, 1, D, seed=5)
-    roomy = held(spare=1)
-    placed = in_pages(roomy, [3, 1], 5)
-    for backend in ("reference", "cpu", "triton"):
-        spec = make_spec(D**-0.5, backend=backend)
-        one, other = copy.deepcopy(roomy), copy.deepcopy(placed)
-        torch.testing.assert_close(ops.decode_step(q, k, v, other, spec), ops.decode_step(q, k, v, one, spec))
-        assert_same(other.taken(), one)
-    moved = copy.deepcopy(state)
-    moved.map_batch_(lambda rows: rows.flip(0))
-    assert torch.equal(moved.exact.bias, state.exact.bias.flip(0))
 
 
 def test_kernels_refuse_it_beside_tokens_without_values():

@@ -1,42 +1,9 @@
 """Budgets add up."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fastkv import Budget, FastKVError
 from fastkv.budget import LayerCost
-
-from .conftest import examples
-
-COST = LayerCost(per_token=100, fixed=1_000)
-
-
-def shares(budget, layers, context=1000, cost=COST):
-    return [budget.layer_tokens(index, layers, context, cost) for index in range(layers)]
-
-
-@settings(max_examples=examples(300))
-@given(total=st.integers(50_000, 10**7), layers=st.integers(1, 8))
-def test_bytes_are_an_upper_bound_that_is_nearly_reached(total, layers):
-    tokens = shares(Budget(bytes=total), layers)
-    spent = sum(COST.fixed + COST.per_token * t for t in tokens)
-    assert total - layers * COST.per_token <= spent <= total
-
-
-@settings(max_examples=examples(300))
-@given(keep=st.floats(0.01, 1.0), context=st.integers(1, 10_000))
-def test_keep_is_a_share_of_the_prompt_and_never_below_what_is_protected(keep, context):
-    tokens = Budget(keep=keep).layer_tokens(0, 1, context, COST)
-    assert tokens >= 36 and tokens >= keep * context
-    assert tokens == 36 or tokens < keep * context + 1
-
-
-def test_pyramid_falls_linearly_to_a_twentieth():
-    values = shares(Budget(tokens=1000, sinks=0, recent=0, layers="pyramid"), 5)
-    assert values[0] == 1950 and values[-1] == 50
-    steps = {a - b for a, b in zip(values, values[1:])}
-    assert steps == {475}
 
 
 def test_of_accepts_numbers_and_budgets_only():

@@ -18,9 +18,9 @@ from fastkv.lab import fit_context as context
 from fastkv.lab.cli import build_parser
 from fastkv.lab.fit_context import Triple, english_text, fit, make_triples, residual
 
-from .models import FAMILIES, build, refused
+from .models import FAMILIES, refused
 from .pairwise import covering
-from .toy import MODEL, MODEL_DIR, calibration_text
+from .toy import MODEL, calibration_text
 
 STEEPNESS = st.floats(-50, 50)
 SHARE = st.floats(0, 1)
@@ -153,15 +153,6 @@ def test_fit_minimises_what_it_says():
             assert loss(alpha + a * step, beta + b * step) > best
 
 
-def test_fit_of_degenerate_data_is_finite():
-    keep, nll, honest = synthetic(0.0, 3.0)
-    assert fit(triples_of(keep, torch.full_like(nll, 2.5), honest)) == pytest.approx((0.0, 3.0), abs=1e-3)
-    for flat in (0.0, 1.0):
-        alpha, beta = fit([Triple(r, c, flat) for r in (0.1, 0.5, 0.9) for c in (1.0, 2.0)])
-        assert math.isfinite(alpha) and math.isfinite(beta)
-        assert float(retained(0.5, alpha * 1.5 + beta)) == pytest.approx(flat, abs=0.01)
-
-
 @pytest.mark.parametrize(
     "triples, penalty, says",
     [
@@ -222,11 +213,8 @@ def damaged(**changes):
         (damaged(version=quality.VERSION + 1), "update fastkv"),
         (damaged(fingerprint="0123"), "another model"),
         (damaged(curves={}), "damaged"),
-        (damaged(curves=None), "damaged"),
         (damaged(curves=[1]), "damaged"),
         (damaged(model=None), "damaged"),
-        (damaged(model=7), "damaged"),
-        (damaged(entry={"alpha": "1"}), "damaged"),
         (damaged(entry={"alpha": True}), "damaged"),
         (damaged(entry={"beta": float("inf")}), "damaged"),
         (damaged(curves={"keydiff": {}}), "damaged"),
@@ -237,15 +225,6 @@ def test_load_refuses_in_one_sentence(text, says, tmp_path):
     if text is not None:
         path.write_text(text)
     assert str(path) in refused(says, quality.load, path, CONFIG, "snapkv")
-
-
-def test_load_lists_the_policies_there_are_and_names_both_models(tmp_path):
-    path = tmp_path / "context.json"
-    save(path, [curve("snapkv"), curve("keydiff")])
-    refused("no curve for policy 'momentkv', only for keydiff, snapkv", quality.load, path, CONFIG, "momentkv")
-    said = refused("another model", quality.load, path, OTHER, "snapkv")
-    assert describe(CONFIG) in said and describe(OTHER) in said
-    refused("cannot read", quality.load, tmp_path, CONFIG, "snapkv")
 
 
 def test_save_refuses_and_leaves_the_old_file(tmp_path, monkeypatch):
@@ -280,22 +259,17 @@ def test_texts_hold_their_answers(text, bundled):
 
 
 def test_triples_of_the_bundled_model(bundled):
-    """The NLL is the model's own, everything kept loses nothing, and KeyDiff answers from half, random cannot."""
+    """The NLL is the model's own, and everything kept loses nothing."""
     model, tokenizer = bundled
-    texts = []
-    options = {"keeps": (0.05, 0.5, 1.0), "lengths": (512,), "samples": 2, "write": calibration_text}
+    texts, keeps = [], (0.05, 0.5, 1.0)
+    options = {"keeps": keeps, "lengths": (512,), "samples": 1, "write": calibration_text}
     triples = make_triples(model, tokenizer, "keydiff", progress=lambda: texts.append(1), **options)
-    assert len(texts) == 2 and len(triples) == 6
-    for index in range(2):
-        ids = tokenizer(calibration_text(tokenizer, 512, -1 - index).context, return_tensors="pt").input_ids
-        loss = model(ids, labels=ids).loss
-        group = triples[3 * index : 3 * index + 3]
-        assert [triple.nll for triple in group] == pytest.approx([float(loss)] * 3, abs=1e-5)
-        assert [triple.keep for triple in group] == [math.ceil(r * ids.shape[1]) / ids.shape[1] for r in (0.05, 0.5, 1)]
-        assert group[2].quality == pytest.approx(1.0, abs=1e-3)
-        assert group[0].quality < group[1].quality
-    random = make_triples(model, tokenizer, "random", **{**options, "keeps": (0.05,)})
-    assert max(triple.quality for triple in random) < 0.2
+    ids = tokenizer(calibration_text(tokenizer, 512, -1).context, return_tensors="pt").input_ids
+    assert len(texts) == 1 and [one.keep for one in triples] == [
+        math.ceil(r * ids.numel()) / ids.numel() for r in keeps
+    ]
+    assert [triple.nll for triple in triples] == pytest.approx([float(model(ids, labels=ids).loss)] * 3, abs=1e-5)
+    assert triples[0].quality < triples[2].quality == pytest.approx(1.0, abs=1e-3)
     assert not any("_fastkv_config" in vars(module) for module in model.modules()), "the model is stock again"
 
 
@@ -325,46 +299,10 @@ def test_quality_is_the_nll_ratio_of_the_answers_alone(bundled):
     assert min(triple.quality for triple in triples) < 0.5, "something was lost, so the ratio says something"
 
 
-def characters():
-    """A tokenizer of printable characters with as many tokens as the tiny models have."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    ids = {token: place for place, token in enumerate(("<pad>", "<bos>", "<eos>", *map(chr, range(32, 127))))}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
-def test_triples_of_any_model_and_tokenizer(name):
-    """Gemma 2 soft-caps its final logits, so its NLL is the model's own loss only if that is respected."""
-    model, tokenizer = build(name, "eager"), characters()
-    if name == "gemma2":
-        assert model.config.final_logit_softcapping
-        model.config.final_logit_softcapping = 3.0
-    triples = make_triples(model, tokenizer, "momentkv", keeps=(0.3, 1.0), lengths=(256,), samples=3)
-    assert [triple.keep < 1 for triple in triples] == [True, False] * 3
-    for index, triple in enumerate(triples[1::2]):
-        ids = tokenizer(english_text(tokenizer, 256, -1 - index).context, return_tensors="pt").input_ids
-        assert triple.nll == pytest.approx(float(model(ids, labels=ids).loss), abs=1e-5)
-        assert triple.quality == pytest.approx(1.0, abs=1e-3)
-    long = english_text(tokenizer, 20_000, 0)
-    assert len(set(long.questions)) == 4
-
-
-@pytest.mark.parametrize(
-    "changes, says",
-    [
-        ({"keeps": (0.5, 1.5)}, "keep"),
-        ({"policy": "nope"}, "nope"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_make_triples_refuses(changes, says, bundled):
-    with pytest.raises(fastkv.FastKVError, match=says):
-        make_triples(*bundled, **{"policy": "snapkv", "lengths": (128,), "samples": 1, **changes})
+def test_make_triples_refuses(bundled):
+    for changes, says in (({"keeps": (0.5, 1.5)}, "keep"), ({"policy": "nope"}, "nope")):
+        with pytest.raises(fastkv.FastKVError, match=says):
+            make_triples(*bundled, **{"policy": "snapkv", "lengths": (128,), "samples": 1, **changes})
     with fastkv.patched(bundled[0], "snapkv", 64):
         refused("unpatch", make_triples, *bundled, "snapkv")
 
@@ -382,17 +320,3 @@ def test_command_writes_the_file(tmp_path, capsys, bundled):
         line = next(line.split() for line in said.splitlines() if line.startswith(policy))
         assert line[2] == f"{found.alpha:.3f}" and line[4] == f"{found.beta:.3f}" and line[6] == f"{found.residual:.3f}"
         assert found.triples > 0
-
-
-def test_command_refuses_before_anything_is_written(tmp_path):
-    out = tmp_path / "out"
-    with pytest.raises(fastkv.FastKVError, match="nope"):
-        context.run(options_of("--policies", "nope", "--out", str(out)))
-    assert not out.exists()
-
-
-@pytest.mark.parametrize("policy", ["momentkv", "keydiff", "snapkv"])
-def test_the_bundled_model_brings_its_curves(policy, bundled):
-    found = quality.load(MODEL_DIR / "context.json", bundled[0].config, policy)
-    shares = found.keep(0.9, torch.tensor([2.0, 2.5, 3.0]))
-    assert ((shares > 0.05) & (shares <= 1)).all()

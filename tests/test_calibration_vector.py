@@ -1,5 +1,6 @@
 """Maps from keys to values: the fit against least squares on stored activations, the file, the text, the command."""
 
+import copy
 import io
 import json
 import os
@@ -22,7 +23,7 @@ from fastkv.lab.fits import PairSums, pre_rope_pairs
 from fastkv.lab.fits import fit_vector as fit
 
 from .models import FAMILIES, VOCAB, build, projected, prompt, refused
-from .toy import MODEL, MODEL_DIR, TASKS, generate, write
+from .toy import MODEL, write
 
 FULL_LAYERS = {"llama": [0, 1, 2, 3], "qwen3": [0, 1, 2, 3], "gemma3": [1, 3]}
 families = pytest.mark.parametrize("name", FULL_LAYERS)
@@ -77,16 +78,6 @@ def test_r2_is_that_of_the_pairs_themselves():
     torch.testing.assert_close(weight[None], torch.linalg.lstsq(keys, values).solution, rtol=1e-9, atol=1e-9)
     measured = summed(other_keys, other_values).r2(weight)
     torch.testing.assert_close(measured, brute_r2(other_keys[0], other_values[0], weight), rtol=1e-11, atol=1e-11)
-
-
-def test_keys_that_do_not_span_their_space_give_the_smallest_map():
-    keys, _ = pairs(key_dim=5)
-    dependent = torch.cat([keys, keys[..., :1], torch.zeros_like(keys[..., :1])], -1)
-    values = keys @ torch.randn(2, 5, 4, dtype=torch.float64)
-    sums = summed(dependent, values)
-    smallest = torch.linalg.lstsq(dependent, values, driver="gelsd").solution[0]
-    torch.testing.assert_close(sums.solve(), smallest, rtol=1e-8, atol=1e-8)
-    assert ((sums.r2(sums.solve()) - 1).abs() <= 1e-9).all()
 
 
 def test_values_that_do_not_vary_have_nothing_to_explain():
@@ -149,14 +140,6 @@ def test_held_out_sequences_measure_and_do_not_enter():
         assert not torch.equal(before.r2[layer], after.r2[layer])
     changed[1] = 7
     assert not torch.equal(fit(model, changed.split(1)).weights[0], before.weights[0])
-
-
-def test_half_precision_models_are_fitted_in_float64():
-    ids = sequences()
-    exact, rounded = fit(build(), ids.split(4)), fit(build().bfloat16(), ids.split(4))
-    for layer in exact.weights:
-        assert rounded.weights[layer].dtype == torch.float32
-    assert (exact.r2[0] - rounded.r2[0]).abs().max() < 2**-8  # the first layer sees embeddings rounded to bf16
 
 
 def test_fit_refuses_what_it_cannot_fit():
@@ -272,7 +255,7 @@ def test_load_refuses_files_it_cannot_trust(tmp_path):
     VectorMap.load(path, config)
     rewritten(path, version=MAPS.version + 1, fingerprint=None)
     refused("update fastkv", VectorMap.load, path, config)
-    for name, value in (("version", "one"), ("tokens", 0.5), ("threshold", "0.5"), ("fingerprint", None), ("model", 3)):
+    for name, value in (("version", "one"), ("tokens", 0.5), ("fingerprint", None)):
         rewritten(path, **{name: value})
         refused("damaged", VectorMap.load, path, config)
 
@@ -321,32 +304,20 @@ def test_fingerprint_belongs_to_the_shape_of_a_model(name, tmp_path):
     assert mine not in others and len(describe(config).splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("hidden_size", 96),
-        ("num_hidden_layers", 3),
-        ("num_attention_heads", 8),
-        ("num_key_value_heads", 4),
-        ("head_dim", 32),
-        ("vocab_size", VOCAB + 1),
-        ("rope_parameters", {"rope_type": "default", "rope_theta": 20000.0}),
-        ("layer_types", ["full_attention", "sliding_attention"] * 2),
-    ],
-)
-def test_fingerprint_changes_with_every_field(field, value):
+def test_fingerprint_changes_with_every_field_and_not_with_what_a_config_spells_out():
     config = build("qwen3").config
-    before = fingerprint(config)
-    setattr(config, field, value)
-    assert fingerprint(config) != before
-
-
-def test_fingerprint_does_not_depend_on_what_a_config_spells_out():
-    config = build("llama").config
     before = fingerprint(config)
     config.layer_types = ["full_attention"] * 4
     config.rope_parameters = {"rope_theta": 10000, "factor": None, "rope_type": "default"}
     assert fingerprint(config) == before
+    for field, value in {
+        **{"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4},
+        **{"head_dim": 32, "vocab_size": VOCAB + 1, "layer_types": ["full_attention", "sliding_attention"] * 2},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
+    }.items():
+        changed = copy.deepcopy(config)
+        setattr(changed, field, value)
+        assert fingerprint(changed) != before, field
 
 
 # Text.
@@ -379,28 +350,6 @@ def test_text_is_packed_and_cut_into_sequences(bundled, tmp_path, monkeypatch):
     assert read(str(tmp_path / "lines.txt")) == [[row] for row in expected]
 
 
-def test_a_tokenizer_without_a_start_token_gets_none(bundled, tmp_path):
-    _, tokenizer = bundled
-
-    class Bare:
-        bos_token_id = None
-
-        def __call__(self, text, **kwargs):
-            return tokenizer(text, **{"add_special_tokens": False} | kwargs)
-
-    path = tmp_path / "a.txt"
-    path.write_text(" ".join(WORDS))
-    ids = torch.cat(list(fits.sequences(str(path), Bare(), 8, 1000)))
-    assert ids.flatten().tolist() == [tokenizer.vocab[word] for word in WORDS]
-
-
-def test_a_text_that_comes_with_python(bundled):
-    _, tokenizer = bundled
-    ids = list(fits.sequences("topics", tokenizer, 128, 1000))
-    assert [batch.shape for batch in ids] == [(1, 128)] * 7
-    assert all((batch[:, 0] == tokenizer.bos_token_id).all() for batch in ids)
-
-
 def test_text_that_cannot_be_read_is_refused(bundled, tmp_path):
     _, tokenizer = bundled
 
@@ -408,12 +357,9 @@ def test_text_that_cannot_be_read_is_refused(bundled, tmp_path):
         return list(fits.sequences(str(source), tokenizer, length, tokens))
 
     path = tmp_path / "a.txt"
-    refused("nothing there", read, path)
     refused(".txt or .md", read, tmp_path)
     path.write_text("the dog")
     refused("2 tokens", read, path)
-    path.write_bytes(b"\xff\xfe\x00")
-    refused("UTF-8", read, path)
     refused("length 1", read, path, length=1)
     refused("7 tokens", read, path, tokens=7)
 
@@ -444,18 +390,3 @@ def test_the_command_fits_prints_and_writes(bundled, tmp_path, capsys, joint):
     assert f'fastkv.patch(model, correction="vector", vector="{path}")' in printed
     assert main(["calibrate", "vector", "--model", str(tmp_path), "--out", str(path)]) == 2
     assert "cannot load a model" in capsys.readouterr().err
-
-
-def test_the_bundled_file_predicts_values_of_texts_it_has_not_seen(bundled):
-    model, tokenizer = bundled
-    path = MODEL_DIR / "vector.safetensors"
-    stored = VectorMap.load(path, model.config)
-    assert path.stat().st_size <= 2**18 and list(stored.weights) == [0, 1, 2, 3]
-    samples = [generate(task, 512, seed) for task in TASKS for seed in (0, 1)]
-    rotary, measured = rotations(model, range(4)), {}
-    for sample in samples:
-        ids = tokenizer(f"{sample.context} {sample.questions[0]}", return_tensors="pt").input_ids
-        for layer, keys, values in pre_rope_pairs(model, rotary, ids):
-            measured.setdefault(layer, PairSums(keys, values)).add(keys, values)
-    for layer, sums in measured.items():
-        assert (sums.r2(stored.weights[layer]) > stored.threshold).tolist() == stored.usable(layer)

@@ -7,11 +7,9 @@ import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, corrections
 from fastkv.cache import signals
 from fastkv.cache.wrappers import Rollback
-from fastkv.policies import get
 from fastkv.reference import Centroids, centroid_estimate
 
-from .models import build, generate, policy, prompt
-from .test_batches import distinct, roll, rows_of
+from .models import build, prompt
 from .test_module import B, D, fresh, tokens
 from .test_policy_matrix import EVERY, small
 from .test_saved import rewritten
@@ -69,62 +67,6 @@ def test_the_evicted_mass_of_a_block_reaches_what_is_observed(monkeypatch, wrapp
     torch.testing.assert_close(*told, want)
 
 
-# Nothing is lost: the same tokens leave as with moments, and their centroids have the moments' mean.
-
-
-@pytest.mark.parametrize("heads, block", [("uniform", 16), ("adaptive", None), ("fixed", 16)])
-def test_centroids_are_of_what_was_evicted(monkeypatch, block, heads, tmp_path):
-    monkeypatch.setattr(corrections, "MEANS", torch.float32)
-    chosen = policy("duoattention", tmp_path) if heads == "fixed" else get("keydiff")
-    sharing = "adaptive" if heads == "adaptive" else "uniform"
-    ids, mask = prompt()
-    states = []
-    for correction in ("moments", "centroids"):
-        model = build(num_hidden_layers=2) if heads != "fixed" else build()
-        fastkv.patch(model, chosen, small(heads=sharing), prefill_block=block, evict_every=EVERY, correction=correction)
-        cache = FastKVCache(model)
-        model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), past_key_values=cache)
-        for step in range(2 * EVERY + 1):
-            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-            positions = mask.sum(-1, keepdim=True) - 1
-            model(ids[:, step : step + 1], attention_mask=mask, position_ids=positions, past_key_values=cache)
-        states.append(cache.layers[0].state)  # whose keys do not depend on the correction
-        mask = mask[:, :50]
-    moments, parts = states[0].moments, states[1].parts
-    assert (moments.count > 0).all() and torch.equal(states[1].moments.count, moments.count)
-    assert torch.equal(parts.count.sum(-1), moments.count.float())
-    for rows, mean in ((parts.keys, moments.key_mean), (parts.values, moments.value_mean)):
-        total = (parts.count[..., None] * rows).sum(2) / moments.count[..., None]
-        torch.testing.assert_close(total, mean, atol=1e-4, rtol=1e-4)
-    if heads == "uniform":
-        assert ((parts.count > 0).sum(-1) == moments.count.clamp(max=4)).all()
-
-
-def test_a_row_has_the_centroids_that_it_has_alone():
-    """Far more padding than tokens, so that blocks of evicted tokens are filled very differently."""
-    model, ids = distinct()
-    fastkv.patch(model, "fastkv", Budget(tokens=14, sinks=2, recent=3), evict_every=3)
-    batch, mask = rows_of(ids.repeat(4), (340, 40, 27), 340)
-    _, cache = roll(model, batch, mask, ids[40:64].view(3, 8))
-    for row in range(3):
-        real = mask[row].bool()
-        _, alone = roll(
-            model, batch[row : row + 1, real], mask[row : row + 1, real], ids[40:64].view(3, 8)[row : row + 1]
-        )
-        for mine, own in zip(cache.layers[0].state.parts.tensors(), alone.layers[0].state.parts.tensors()):
-            torch.testing.assert_close(mine[row], own[0], atol=1e-4, rtol=1e-4)
-
-
-def test_room_for_everything_uses_no_centroid():
-    model = build()
-    ids, mask = prompt()
-    want = generate(model, ids, mask, new=20)
-    fastkv.patch(model, "fastkv", Budget(tokens=100, sinks=2, recent=4))
-    found = generate(model, ids, mask, new=20, return_dict_in_generate=True)
-    assert torch.equal(found.sequences, want)
-    assert all(not layer.state.parts.count.any() for layer in found.past_key_values.layers)
-
-
 # What is done to a cache is done to them.
 
 
@@ -142,17 +84,3 @@ def test_files_of_something_else_are_refused(tmp_path):
     fastkv.patch(model, "fastkv", small(), evict_every=EVERY, correction="moments")
     with pytest.raises(FastKVError, match=r"was saved with correction=centroids, got correction=moments"):
         FastKVCache.load(tmp_path / "cache", model)
-
-
-def test_a_module_changes_its_dtype_and_not_its_centroids():
-    module = fresh("snapkv", correction="centroids")
-    module(*tokens(60))
-    before = [part.clone() for part in module.state.parts.tensors()]
-    module.to(torch.bfloat16)
-    assert module.state.exact.keys.dtype == torch.bfloat16
-    for part, old in zip(module.state.parts.tensors(), before):
-        assert part.dtype == old.dtype and torch.equal(part, old)
-    other = fresh("snapkv", correction="centroids")
-    other.load_state_dict(module.state_dict())
-    for part, old in zip(other.state.parts.tensors(), before):
-        assert torch.equal(part, old)

@@ -24,7 +24,7 @@ from fastkv.lab.shapes import SHAPES
 from fastkv.prefix import answers
 from fastkv.reference import FORMATS
 
-from .processes import ROOT, of_module, run
+from .processes import ROOT
 from .toy import MODEL, generate
 from .toy import text as toy_text
 
@@ -67,12 +67,6 @@ def test_defaults_are_those_of_the_library():
     assert (chat.policy, chat.budget, needles.evict_every) == (POLICY, str(BUDGET), EVICT_EVERY)
     assert cli.SLOTS == ("auto", *FORMATS) and cli.NEEDLES == tuple(KINDS)
     assert all(name in cli.SHAPES for name in SHAPES)
-
-
-def test_runs_as_a_command(tmp_path):
-    code, said, errors = run(of_module("fastkv.lab.cli"), tmp_path, "doctor")
-    assert code == 0, errors
-    assert torch.__version__ in said
 
 
 def test_doctor_prints_versions_backends_and_reasons(capsys):

@@ -98,22 +98,6 @@ def test_other_caches_compile_too(name, policy, options):
     assert len(graphs.inputs) == before <= (4 if name == "gemma3" else 3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "static, options", [(False, {}), (True, {}), (True, {"freezing": True, "combo_kernels": True})]
-)
-def test_inductor_compiles_the_step(static, options):
-    torch._dynamo.reset()
-    model = build(num_hidden_layers=2)
-    ids, _ = prompt(2, 30, (0, 0))
-    fastkv.patch(model, "momentkv", small(), evict_every=EVERY, static=static)
-    first = ids[:, -1:].clone()
-    want = decode(model, model, model(ids).past_key_values, first, 10, 30)
-    step = torch.compile(model, fullgraph=True, options=options)
-    got = decode(model, step, model(ids).past_key_values, first, 10, 30)
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_generate_compiles_by_itself(name):
     """As it does on CUDA without being asked; on a CPU transformers has to be told to."""

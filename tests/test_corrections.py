@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from fastkv import Budget, FastKVError, corrections
-from fastkv.budget import LayerCost
 from fastkv.cache.layout import LayerPlan, cost
 from fastkv.config import Config
 from fastkv.corrections import Shape
@@ -102,21 +101,6 @@ def test_the_cost_is_what_the_state_holds(name, dtype, slope):
     price = cost(keys, values, lambda tokens: layout(name, tokens, slope=slope))
     for tokens in (8, 64, 500, 1002):
         assert price.spent(tokens) == layout(name, tokens, slope=slope).allocate(keys, values).nbytes()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_only_what_is_made_costs(name):
-    pairs = LayerCost(10.0, 7)
-    assert (corrections.get(name).cost(Shape(HKV, D, DV, 4), pairs) == pairs) == (name not in SHARES)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_layouts_have_the_moments_that_are_read(name):
-    state = layout(name, 20).allocate(*torch.zeros(2, 1, HKV, 0, D))
-    correction = corrections.get(name)
-    assert state.moments.order == correction.order
-    assert (state.parts is not None) == (name in SHARES)
-    assert (state.approx is not None) == correction.key_only == name.startswith("vector")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -207,56 +207,6 @@ def test_an_eviction(problem, tokens, sinks, recent, kind):
             assert all(a == b for a, b in zip(was, now) if a in now)
 
 
-def test_rows_in_pieces_are_evicted_by_the_reference(monkeypatch):
-    """Gaps between heads do no harm."""
-    random = torch.Generator().manual_seed(0)
-    room = torch.randn(2, 2, 2, 20, 8, generator=random)
-    scores = torch.randn(2, 2, 20, generator=random)
-    results, calls, evict = [], [], reference.evict
-    monkeypatch.setattr(reference, "evict", lambda *given: [calls.append(given), evict(*given)])
-    plain, gaps, pieces = room.clone().unbind(1), room.clone().unbind(1), room.mT.clone().mT.unbind(1)
-    for keys, values in ([rows.clone() for rows in plain], gaps, pieces):
-        positions, lengths = torch.arange(20, dtype=torch.int32).repeat(2, 2, 1), torch.full((2, 2), 20).int()
-        state = make_state(keys, values, lengths, positions, torch.full((2,), 20), Moments.empty(2, 2, 8, 8))
-        ops.evict(scores, None, state, make_spec(tokens=12, sinks=1, recent=2, backend="cpu"))
-        assert len(calls) == (keys.stride(-1) != 1)
-        order = positions[..., :12].argsort(-1)
-        kept = [rows[:, :, :12].gather(2, order[..., None].expand(-1, -1, -1, 8)) for rows in (keys, values)]
-        results.append((*kept, lengths, *state.moments.tensors()))
-    for one, *others in zip(*results):
-        for other in others:
-            torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("known", ["nothing", "moments", "centroids"])
-@pytest.mark.parametrize("watched", [False, True])
-def test_rows_do_not_touch_each_other(watched, known):
-    """NaN in one row stays there, and every other row is what it is alone, bit for bit."""
-    random = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([[30, 30], [7, 19], [39, 1]], dtype=torch.int32)
-    keys, values = (torch.randn(3, 2, 40, 16, generator=random) for _ in range(2))
-    q, k, v = torch.randn(3, 4, 16, generator=random), *(torch.randn(3, 2, 1, 16, generator=random) for _ in range(2))
-    keys[1, 0, 3], values[1, 1, 5] = torch.nan, torch.inf
-    gone = [torch.randn(3, 2, 9, 16, generator=random) for _ in range(2)]
-
-    def step(rows):
-        received = torch.zeros(len(rows), 2, 40) if watched else None
-        place = lengths[rows].clone(), torch.zeros(len(rows), 2, 40, dtype=torch.int32), torch.full((len(rows),), 50)
-        moments = Moments.empty(len(rows), 2, 16, 16, order=1 if known == "moments" else None)
-        moments = moments.add(*(one[rows] for one in gone))
-        parts = Centroids.empty(len(rows), 2, 4, 16, 16).add(*(one[rows] for one in gone))
-        state = make_state(keys[rows].clone(), values[rows].clone(), *place, moments, attention=received)
-        state.parts = parts if known == "centroids" else None
-        spec = make_spec(SCALE, correction="none" if known == "nothing" else known)
-        out = cpu.decode_step(q[rows], k[rows], v[rows], state, spec)[0]
-        return out if received is None else torch.cat([out.flatten(1), received.flatten(1)], 1)
-
-    together = step([0, 1, 2])
-    assert together[1].isnan().any() and together[[0, 2]].isfinite().all()
-    for row in (0, 2):
-        assert torch.equal(together[row], step([row])[0])
-
-
 SLOTS = compiled.library("slots")
 
 
@@ -359,16 +309,6 @@ def test_compiled_peaks_are_those_of_the_reference(batch, heads, groups, asking,
     found = cpu.peak_attention(q, keys, SCALE, cap, **given)
     assert found.dtype == torch.float32 and not found[~valid].any()
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-30)
-
-
-@peaks_compiled
-@pytest.mark.parametrize("cap", [None, 2.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_most_attended_is_that_of_the_reference(dtype, cap):
-    q, keys, lse = torch.randn(2, 6, 31, 24).to(dtype), torch.randn(2, 3, 50, 24).to(dtype), torch.randn(2, 6, 31) + 3
-    lse[1, :, 20:] = torch.inf  # padding
-    exact = reference.most_attended(q.double(), keys.double(), lse.double(), SCALE, cap)
-    torch.testing.assert_close(cpu.most_attended(q, keys, lse, SCALE, cap).double(), exact, rtol=1e-5, atol=1e-30)
 
 
 JOINS = compiled.library("joins")
@@ -524,22 +464,3 @@ def test_masked_tokens_are_not_read():
     hidden = ~inside[..., None]
     cpu.join(mine, keys.masked_fill(hidden, float("nan")), values.masked_fill(hidden, float("nan")), inside)
     assert all(torch.equal(found, exact) for found, exact in zip(mine.tensors(), want.tensors()))
-
-
-@pytest.mark.parametrize("library", ["compiled", "missing"])
-@pytest.mark.parametrize("most", [64, 80])
-def test_what_leaves_is_remembered(library, most, monkeypatch):
-    if library == "missing":
-        monkeypatch.setattr(compiled, "library", lambda name: "no compiler")
-    keys, values, kept = leaving(2, 2, 80, (16, 16), 7, 0.3)
-    positions = torch.arange(80, dtype=torch.int32).expand(2, 2, 80)
-    found = []
-    for backend in ("reference", "cpu"):
-        known = Moments.empty(2, 2, 16, 16, order=None)
-        lengths = torch.full((2, 2), 80, dtype=torch.int32)
-        state = make_state(keys, values, lengths, positions, torch.full((2,), 80), known)
-        state.parts = Centroids.empty(2, 2, 6, 16, 16)
-        ops.remember(keys, values, positions, torch.ones_like(kept), kept, most, state, make_spec(backend=backend))
-        found.append(state.parts)
-    assert torch.equal(found[0].count, found[1].count)
-    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*(parts.tensors() for parts in found)))

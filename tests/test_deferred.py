@@ -148,18 +148,6 @@ def test_quality_keeps_what_the_curve_says(tmp_path):
     assert int(cache.stored(0).max()) <= 20
 
 
-def test_quality_of_one_keeps_everything_and_less_keeps_less(tmp_path):
-    model = build()
-    ids, _ = prompt(1, 50, (0,))
-    path = tmp_path / "context.json"
-    quality.save(path, [curve(model, "snapkv")])
-    kept = []
-    for target in (1.0, 0.9, 0.5):
-        fastkv.patch(model, "snapkv", fastkv.Budget(quality=target, calibration=path, sinks=2, recent=4))
-        kept.append(int(model(ids).past_key_values.stored(0)[0, 0]))
-    assert kept[0] == 50 > kept[1] > kept[2]
-
-
 def test_refusals(tmp_path):
     model = build()
     path, foreign = tmp_path / "context.json", tmp_path / "foreign.json"

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 import fastkv
 from fastkv.cpu import operations
 from fastkv.errors import FastKVError
-from fastkv.integrations.transformers.cache import is_static
 
 from .models import build, compressed_layers, generate, prompt, small
 from .pairwise import covering
@@ -115,20 +114,6 @@ def test_the_state_lives_where_its_layer_does(policy, static):
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.reset()
     assert devices_of(cache) == [{"cpu"}, {"cpu"}, {"meta"}, {"meta"}]
-
-
-def test_two_devices_are_not_static_unless_told():
-    model = fastkv.patch(build(), budget=small())
-    assert is_static(split(model), None) is False
-
-
-def test_scratch_and_tables_are_made_for_each_device():
-    model = split(fastkv.patch(build(), "compactor", small(), evict_every=3))
-    ids, _ = prompt(1, 40, (0,))
-    cache = model(ids).past_key_values
-    assert {key[0].type for key in cache.workspace.scratch} == {"cpu", "meta"}
-    rotaries = [layer.cache.rule.rotary.frequencies.device.type for layer in cache.layers]
-    assert rotaries == ["cpu", "cpu", "meta", "meta"]
 
 
 @pytest.fixture

@@ -137,13 +137,3 @@ def test_workflows_run_what_a_developer_runs(name):
     assert [step["run"].partition(" =")[0] for step in steps if "run" in step] == RUN[name]
     used = {step["uses"] for step in steps if "uses" in step}
     assert used <= {"pypa/gh-action-pypi-publish@release/v1", *(f"actions/{action}" for action in ACTIONS)}
-
-
-def test_what_is_read_of_a_page():
-    text = "[a](b.md#c) [d](https://e.f) ![g](h/i.png)\n`make test ARGS=x` and make sure\n```\npython -m perf.aot\n"
-    text += "fastkv demo  # fastkv/lab/cli.py.\n```\n`perf/results/*.json`, my/fastkv/x"
-    assert links(text) == ["b.md", "h/i.png"]
-    assert targets(text) == ["test"]
-    assert modules(text) == ["perf.aot"]
-    assert commands(text) == ["demo"]
-    assert paths(text) == ["fastkv/lab/cli.py", "perf/results/*.json"]

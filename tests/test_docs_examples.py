@@ -139,8 +139,3 @@ def test_settings_of_vllm_can_be_used():
     assert len(found) > 1
     for one in found:
         check_settings(json.loads(one))
-
-
-def test_what_is_read_of_a_line():
-    text = "`fastkv demo --quick` runs\n```\n$ fastkv doctor  # here\npython -m perf.gpu --commit $(git log)\n```\n"
-    assert sorted(lines(text)) == ["fastkv demo --quick", "fastkv doctor", "python -m perf.gpu --commit x"]

@@ -43,14 +43,7 @@ FLASH_2, FLASH_3 = "flash-attn", "flash-attn-3"
                 "kernels of the hub": "not available: kernels is not installed",
             },
         ),
-        (
-            {FLASH_2: "2.8.3"},
-            (8, 0),
-            {
-                "flash_attention_2": "available (flash-attn 2.8.3)",
-                "flash_attention_3": "not available: flash-attn-3 is not installed",
-            },
-        ),
+        ({FLASH_2: "2.8.3"}, (8, 0), {"flash_attention_2": "available (flash-attn 2.8.3)"}),
         (
             {FLASH_3: "3.0.0", "kernels": "0.11"},
             (8, 6),
@@ -100,11 +93,6 @@ def test_what_is_refused_says_why(tmp_path, capsys):
     assert code == 0
     assert found["refused"].startswith("bloom is not supported")
     assert not any(line.startswith("memory") for line in lines)
-
-
-def test_windows_alone_are_refused(tmp_path, capsys):
-    found, _, _ = said(capsys, "--model", saved(tmp_path, transformers.MistralConfig(**COMMON, sliding_window=16)))
-    assert "no full-attention layer" in found["refused"]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

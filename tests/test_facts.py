@@ -43,11 +43,6 @@ def test_tuning_and_reported_share_nothing():
         assert not sets[0] & sets[1]
 
 
-def test_numbers_are_right_with_separators():
-    question = facts.Question("locker", "", "", "1234567", [], False)
-    assert question.answered_by("It is 1,234,567.") and not question.answered_by("It is 123.")
-
-
 def test_python_brings_texts():
     assert all(len(facts.read(source)) > 100_000 for source in facts.SOURCES)
     assert '"""' not in facts.read("code")[:2000]

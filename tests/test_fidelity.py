@@ -295,7 +295,7 @@ QUICK = ("--context", 160, "--steps", 8, "--seeds", 2)
 
 
 def test_the_command_compares_and_writes(tmp_path):
-    policies, out = ["momentkv", "snapkv", "keydiff", "kvzip"], tmp_path / "out"
+    policies, out = ["momentkv", "kvzip"], tmp_path / "out"
     command = (*QUICK, "--policies", ",".join(policies), "--budgets", "64,256", "--out", out)
     rows, told = fidelity(*command)
     assert [(row.policy, row.budget) for row in rows] == [(name, size) for size in (64, 256) for name in policies]
@@ -318,7 +318,7 @@ def test_the_command_compares_and_writes(tmp_path):
     assert (out / "fidelity.json").read_text() == written, "deterministic"
 
 
-@pytest.mark.parametrize("correction", ["vector", "vector+mean", "vector+moments"])
+@pytest.mark.parametrize("correction", ["vector", "vector+moments"])
 def test_the_command_takes_the_vector_corrections(correction, tmp_path):
     """With the map beside the bundled weights; at equal bytes, where dropped values make room for more keys."""
     chosen = ("--policies", "keydiff", "--correction", correction)
@@ -328,17 +328,10 @@ def test_the_command_takes_the_vector_corrections(correction, tmp_path):
     assert json.loads((tmp_path / "fidelity.json").read_text())["options"]["correction"] == correction
 
 
-def test_a_text_of_ones_own(tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_text("the old dog slept on a box . we saw it but they were in the garden . " * 30)
-    rows, _ = fidelity(*QUICK, "--text", file, "--policies", "keydiff", "--budgets", 64, "--out", tmp_path)
-    assert len(rows) == 1 and rows[0].perplexity_ratio > 0
-
-
 @pytest.mark.parametrize("question", ["later", "seen"])
 def test_a_question_about_the_text(question, tmp_path, bundled):
     """What is fed is the full cache's own answer; with everything kept it is found whenever the question comes."""
-    command = (*QUICK, "--text", "topics", "--question", question, "--policies", "snapkv,kvzip", "--out", tmp_path)
+    command = (*QUICK, "--text", "topics", "--question", question, "--policies", "snapkv", "--out", tmp_path)
     rows, _ = fidelity(*command, "--budgets", "64,256")
     for row in rows:
         assert len(row.by_text["kl"]) == 2
@@ -369,5 +362,3 @@ def test_equal_tokens(tmp_path):
     command = (*QUICK, "--policies", "momentkv,snapkv", "--budgets", 64, "--out", tmp_path)
     moments, snap = fidelity(*command, "--equal", "tokens")[0]
     assert moments.kept == snap.kept == 64 and moments.nbytes > snap.nbytes
-    fewer, same = fidelity(*command)[0]
-    assert fewer.kept < same.kept <= 64 and fewer.nbytes <= 1.02 * same.nbytes

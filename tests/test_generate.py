@@ -8,13 +8,12 @@ import torch
 import transformers
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
+from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 import fastkv
 
-from .models import FAMILIES, VOCAB, build, compressed_layers, generate, prompt
+from .models import FAMILIES, build, compressed_layers, generate, prompt
 from .pairwise import covering
 
 OLD = Version(transformers.__version__) < Version("5.23")
@@ -138,15 +137,6 @@ def test_deepcopy_is_independent():
     assert torch.equal(generate(model, ids, mask), expected)
 
 
-def test_switching_the_base_implementation_keeps_the_patch():
-    model = fastkv.patch(build(), budget=SMALL, prefill_block=16)
-    ids, mask = prompt()
-    expected = generate(model, ids, mask)
-    model.set_attn_implementation("eager")
-    assert torch.equal(generate(model, ids, mask), expected)
-    assert model.model.layers[0].self_attn.config._attn_implementation == "fastkv"
-
-
 def test_saved_models_know_nothing_of_fastkv(tmp_path):
     model = fastkv.patch(build(), budget=SMALL)
     ids, mask = prompt()
@@ -166,22 +156,6 @@ def test_lora_adapters():
     fastkv.patch(adapted.get_base_model(), budget=SMALL)
     out = adapted.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
     assert isinstance(out.past_key_values, fastkv.FastKVCache)
-
-
-def word_tokenizer():
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2", padding_side="left")
-
-
-def test_pipeline_with_padding():
-    model = build()
-    texts = ["w5 w6 w7 " * 10, "w9 w8 " * 5]
-    options = {"max_new_tokens": 8, "do_sample": False, "batch_size": 2}
-    pipe = pipeline("text-generation", model=model, tokenizer=word_tokenizer())
-    expected = pipe(texts, **options)
-    fastkv.patch(model, budget=500, prefill_block=8)
-    assert pipe(texts, **options) == expected
 
 
 def test_threads_share_a_patched_model():

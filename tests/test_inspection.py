@@ -14,10 +14,10 @@ from transformers import DynamicCache
 from fastkv import FastKVError
 from fastkv.lab import inspection as geometry
 from fastkv.lab.cli import build_parser
-from fastkv.lab.inspection import mean, measure_layer, nearest_distances, read, tokens_of
+from fastkv.lab.inspection import measure_layer, nearest_distances, read
 
 from .models import build
-from .toy import MODEL, generate, load
+from .toy import MODEL, load
 from .toy import told as toy_told
 
 N = 2000
@@ -143,25 +143,6 @@ def test_levina_bickel_averages_inverses(k):
 
 @given(
     seed=st.integers(0, 10**6),
-    num=st.integers(3, 60),
-    dim=st.integers(1, 12),
-    size=st.floats(1e-3, 1e3),
-    shift=st.floats(-10, 10),
-)
-def test_rotation_scaling_and_shift_change_nothing(seed, num, dim, size, shift):
-    points = normal(num, dim, seed=seed)
-    moved = size * (points @ rotation(dim, seed + 1)) + size * shift
-    before, after = geometry.dimensions(points), geometry.dimensions(moved)
-    assert after.two_nn == pytest.approx(before.two_nn, rel=1e-6)
-    assert after.mle == pytest.approx(before.mle, rel=1e-6)
-    eigenvalues = torch.linalg.eigvalsh(points.T.cov(correction=0).reshape(dim, dim)).flip(0)
-    shares = eigenvalues.cumsum(0) / eigenvalues.sum()
-    if (shares - 0.95).abs().min() > 1e-9:  # nearer than that rounding may decide
-        assert after.pca == before.pca == 1 + int((shares < 0.95).sum())
-
-
-@given(
-    seed=st.integers(0, 10**6),
     num=st.integers(0, 30),
     dim=st.integers(1, 5),
     values=st.integers(1, 3),
@@ -180,11 +161,6 @@ def test_every_cloud_has_a_finite_dimension(seed, num, dim, values, dtype):
         assert got.pca == 0
 
 
-def test_equal_points_have_no_dimension_although_their_mean_is_rounded():
-    for num in (3, 7, 1000):
-        assert geometry.dimensions(torch.full((num, 4), 0.1, dtype=torch.float64)) == geometry.Dimensions(0, 0.0, 0.0)
-
-
 def test_repeated_points_count_once_for_neighbours():
     points = embedded(uniform(300, 3), 8)
     repeated = points[torch.randint(0, 300, (900,), generator=seeded())]
@@ -192,26 +168,6 @@ def test_repeated_points_count_once_for_neighbours():
     assert two_nn(repeated) == two_nn(points)
     assert levina_bickel(repeated) == levina_bickel(points)
     assert pca_dimension(torch.cat([points, points])) == pca_dimension(points)
-
-
-def test_many_points_are_sampled_the_same_way_every_time():
-    points = embedded(uniform(3 * geometry.MOST_POINTS, 3), 8)
-    state = torch.random.get_rng_state()
-    first = geometry.dimensions(points)
-    torch.rand(7)
-    assert geometry.dimensions(points) == first
-    torch.random.set_rng_state(state)
-    geometry.dimensions(points)
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert first.two_nn == pytest.approx(3, rel=0.1) and first.mle == pytest.approx(3, rel=0.1)
-    assert two_nn(points) == first.two_nn and levina_bickel(points) == first.mle
-
-
-def test_prefixes():
-    assert geometry.prefix_lengths(256) == [256]
-    assert geometry.prefix_lengths(257) == [256, 257]
-    assert geometry.prefix_lengths(2048) == [256, 512, 1024, 2048]
-    assert geometry.prefix_lengths(3000) == [256, 512, 1024, 2048, 3000]
 
 
 def cosine(a, b):
@@ -253,15 +209,6 @@ def test_dilution_equals_brute_force():
             assert got["spread"][place, head].item() == pytest.approx(variation(distances), rel=1e-10)
 
 
-def test_keys_that_are_all_equal_or_zero_give_finite_numbers():
-    for keys in (torch.zeros(2, 300, 8), torch.full((2, 300, 8), 0.1)):
-        layer = measure_layer(0, keys, keys, [256, 300])
-        numbers = json.loads(json.dumps(layer, allow_nan=False))
-        assert numbers["pca"] == [0, 0] and numbers["two_nn"] == numbers["mle"] == [0.0, 0.0]
-        assert mean(layer, "spread") == pytest.approx(0, abs=1e-6)
-        assert mean(layer, "anchor") == pytest.approx(float(keys.max() > 0), abs=1e-12)
-
-
 def options(*arguments):
     return build_parser().parse_args(["inspect", "--model", MODEL, *map(str, arguments)])
 
@@ -301,28 +248,6 @@ def test_the_bundled_model_is_inspected_from_end_to_end(width, tmp_path):
         anchor = torch.nn.functional.cosine_similarity(keys, keys.mean(1, keepdim=True), dim=-1)
         assert layer["anchor"] == pytest.approx(anchor.mean(-1).tolist(), abs=1e-6)
         assert row[2] == f"{sum(layer['mle']) / len(layer['mle']):.1f}"
-
-
-@pytest.mark.parametrize("context, read_tokens", [((), 700), (("--context", 300), 300)], ids=("all", "300"))
-def test_a_text_is_read_from_a_file_or_from_standard_input(context, read_tokens, tmp_path, monkeypatch):
-    text = generate("facts", 1000, seed=5).context
-    words = " ".join(text.split()[:699])  # and <bos>
-    (tmp_path / "text.txt").write_text(words)
-    from_file, _ = inspect("--text", tmp_path / "text.txt", "--out", tmp_path, *context)
-    monkeypatch.setattr("sys.stdin", io.StringIO(words))
-    from_input, _ = inspect("--text", "-", "--out", tmp_path, *context)
-    assert from_file["tokens"] == from_input["tokens"] == read_tokens
-    assert from_file["layers"] == from_input["layers"]
-
-
-def test_by_default_no_more_is_read_than_the_model_and_the_defaults_allow():
-    _, tokenizer = load()
-    text = generate("facts", 6000, seed=0).context
-    asked = options("--text", "text.txt")
-    assert [len(tokens_of(text, tokenizer, longest, asked)) for longest in (300, 8192)] == [300, geometry.MOST]
-    assert len(tokens_of(text, tokenizer, 8192, options())) == geometry.MOST
-    whole = tokens_of(text, tokenizer, 8192, options("--context", 5000))
-    assert whole.tolist() == tokenizer(text).input_ids[:5000]
 
 
 def test_only_full_attention_layers_are_read():

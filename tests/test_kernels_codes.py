@@ -12,7 +12,7 @@ import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fastkv import Budget, FastKVAttention, FastKVError, reference
+from fastkv import Budget, FastKVAttention, FastKVError
 from fastkv.kernels import _codes, decode_attention, operations, prefill_attention
 from fastkv.kernels._launch import INTERPRET, pow2
 from fastkv.kernels.evict import PACKED_V
@@ -23,11 +23,9 @@ from . import test_kernels_evict as evict
 from . import test_kernels_prefill as prefill
 from .conftest import examples
 from .pairwise import covering
-from .states import DEVICE, copied, encoded, in_pages, make_spec, make_state, sinks, splits
+from .states import DEVICE, encoded, make_spec, sinks, splits
 
 SLOTS = ["int8", "fp8", "int4", "k8v4"]
-SPEC = make_spec(order=1)
-each_format = pytest.mark.parametrize("slots", SLOTS)
 
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
@@ -275,61 +273,6 @@ def test_evict_in_the_tiles_of_each_chip(chip, monkeypatch):
     case = evict.Case.make(1, 1, 256, 24, torch.bfloat16, [24], [3], seed=1)
     case.state = encoded(case.state, "int4")
     evict.check(case, 20, sinks=2, recent=3)
-
-
-def sorted_rows(state):
-    """Every tensor with a row for each token, in order of position, of the tokens in use."""
-    exact = state.exact
-    index = torch.where(exact.valid, exact.positions, 2**30).argsort(-1)
-    live = exact.valid.gather(2, index)
-    return {name: reference.rows_at(rows, index)[live] for name, rows in exact.moving().items()}
-
-
-@settings(max_examples=examples(40), deadline=None)
-@given(
-    slots=st.sampled_from(SLOTS),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    dim=st.sampled_from([64, 80, 128, 256]),
-    used=st.integers(0, 30),
-    num=st.integers(0, 40),
-    keep=st.floats(0, 1),
-    paged=st.booleans(),
-    seed=st.integers(0, 1000),
-)
-def test_compact(slots, dtype, dim, used, num, keep, paged, seed):
-    """What stays of the slots moves as it is, what stays of the block is encoded; moments see the block as it was."""
-    dim = dim if fits(slots, dim) else 96
-    source = torch.Generator().manual_seed(seed)
-    room, shape = 40, (2, 2)
-
-    def normal(*sizes):
-        return torch.randn(*sizes, generator=source).to(DEVICE, dtype)
-
-    lengths = torch.randint(0, used + 1, shape, generator=source).int()
-    positions = torch.arange(room).expand(*shape, room).int().contiguous()
-    moments = reference.Moments.empty(*shape, dim, dim, DEVICE)
-    seen = torch.full((2,), used + num)
-    state = make_state(normal(*shape, room, dim), normal(*shape, room, dim), lengths, positions, seen, moments)
-    state = encoded(state, slots)
-    block = normal(*shape, num, dim), normal(*shape, num, dim), (100 + torch.arange(num)).expand(*shape, num).int()
-    valid = torch.cat([torch.arange(used) < lengths[..., None], torch.rand(*shape, num, generator=source) < 0.8], -1)
-    kept = valid & (torch.rand(*shape, used + num, generator=source) < keep)
-    kept &= kept.cumsum(-1) <= room
-    selection = reference.Selection(kept, kept.sum(-1))
-    truth, usual = copied(state, torch.float64), copied(state)
-    reference.compact(valid, selection, tuple(t.double() if t.is_floating_point() else t for t in block), truth, SPEC)
-    reference.compact(valid, selection, block, usual, SPEC)
-    placed = in_pages(state, [2, 1], 3) if paged else state
-    operations.compact(valid, selection, block, placed, SPEC)
-    state = placed.taken() if paged else state
-    assert torch.equal(state.exact.lengths, usual.exact.lengths)
-    for (name, mine), (_, theirs) in zip(sorted_rows(state).items(), sorted_rows(usual).items(), strict=True):
-        assert torch.equal(mine, theirs), name
-    assert torch.equal(state.moments.count, usual.moments.count)
-    for name in ("key_mean", "value_mean", "cross"):
-        mine, same, want = (getattr(one.moments, name).double() for one in (state, usual, truth))
-        limit = 2 * (same - want).abs().max() + 2e-6 * (1 + want.abs().max())
-        assert (mine - want).abs().max() <= limit, name
 
 
 def run(backend, slots, policy="momentkv", heads="uniform", **options):

@@ -177,12 +177,6 @@ SHAPES = {  # batch, KV heads, groups, head_dim, slots, lengths, evicted
 }
 
 
-@pytest.mark.parametrize("name, dtype", covering(SHAPES, DTYPES, together=1))
-def test_decode_attention_shapes(name, dtype):
-    *sizes, lengths, evicted = SHAPES[name]
-    check(Case.make(*sizes, dtype, lengths, evicted))
-
-
 @pytest.mark.parametrize(
     "order, softcap, attention, append, splits",
     covering([None, 0, 1], [None, 3.0], [True, False], [True, False], [1, 4]),
@@ -193,30 +187,11 @@ def test_decode_attention_variants(split, order, softcap, attention, append, spl
     check(case, softcap, order, append, attention)
 
 
-@pytest.mark.parametrize(
-    "name, dtype, parts, means", covering(SHAPES, DTYPES, [1, 17, 33], [torch.float32, torch.bfloat16], together=1)
-)
-def test_decode_with_centroids(name, dtype, parts, means):
-    *sizes, lengths, evicted = SHAPES[name]
-    check(Case.make(*sizes, dtype, lengths, evicted, parts=parts, means=means))
-
-
 @pytest.mark.parametrize("softcap, append, splits", covering([None, 3.0], [True, False], [1, 4]))
 def test_decode_variants_with_centroids(split, softcap, append, splits):
     split(splits)
     case = Case.make(2, 2, 3, 64, 24, torch.float32, (23, 0, 1, 14), (0, 0, 7, 70), parts=6)
     check(case, softcap, None, append, attention=True)
-
-
-def test_wrong_centroids_are_refused():
-    case = Case.make(1, 2, 4, 64, 20, torch.float32, (5, 6), (1, 1), parts=3)
-    centroids = case.state.parts
-    centroids.keys = centroids.keys.half()
-    with pytest.raises(FastKVError, match="means in bfloat16 or float32 and the rest in float32"):
-        case.kernel()
-    centroids.keys = torch.full((1, 2, 3, 32), NAN, device=DEVICE)
-    with pytest.raises(FastKVError, match=r"centroids\.keys must have shape"):
-        case.kernel()
 
 
 @pytest.mark.parametrize("dtype, splits", [(torch.float16, 2), (torch.bfloat16, 1)], ids=str)
@@ -266,13 +241,6 @@ def test_decode_attention_with_large_sinks_and_logits(split, size, splits):
     check(sunk(Case.make(1, 2, 4, 64, 40, torch.float32, (39, 2), (0, 9), spread=6000.0), size), attention=True)
 
 
-def test_decode_attention_refuses_other_numbers_of_sinks():
-    case = Case.make(1, 2, 4, 64, 20, torch.float32, (5, 6), (1, 1))
-    case.state.sink_logits = torch.zeros(2, device=DEVICE)
-    with pytest.raises(FastKVError, match="sink_logits"):
-        case.kernel()
-
-
 @pytest.mark.parametrize("attention", [True, False], ids=["attention", "plain"])
 def test_decode_attention_steps_share_a_workspace(split, attention):
     split(4)
@@ -288,17 +256,6 @@ def test_decode_attention_steps_share_a_workspace(split, attention):
         case.k, case.v = case.v.clone(), case.k.clone()
 
 
-def test_decode_attention_refuses():
-    case = Case.make(1, 2, 4, 64, 20, torch.float32, (5, 6), (1, 1))
-    slots = case.state.exact
-    slots.keys = slots.keys.transpose(2, 3).contiguous().transpose(2, 3)
-    with pytest.raises(FastKVError, match="keys must be contiguous"):
-        case.kernel()
-    slots.keys = slots.keys.to(torch.float16).contiguous()
-    with pytest.raises(FastKVError, match="one dtype"):
-        case.kernel()
-
-
 @pytest.mark.parametrize("dtype, splits", [(torch.float16, 1), (torch.bfloat16, 2)], ids=str)
 def test_decode_attention_of_wide_heads(split, dtype, splits):
     split(splits)
@@ -307,11 +264,6 @@ def test_decode_attention_of_wide_heads(split, dtype, splits):
     check(Case.make(1, 1, 2, 272, 20, dtype, (19,), (9,), exact=True), 3.0)
     check_vector(case, 20, (17,), None, 1, True)
     check(Case.make(1, 1, 2, 512, 20, dtype, (19,), (9,), parts=6))
-
-
-def test_decode_attention_refuses_wide_heads_in_float32():
-    with pytest.raises(FastKVError, match="head_dim up to 256 in float32"):
-        Case.make(1, 1, 1, 272, 20, torch.float32, (5,), (1,)).kernel()
 
 
 @pytest.mark.parametrize("sms", [1, 108, 132, 148, 304])
@@ -349,8 +301,46 @@ def check_vector(case, approx_slots, approx_lengths, softcap, order, append):
     assert (workspace.tickets == 0).all()
 
 
-@pytest.mark.parametrize("name, dtype", covering(SHAPES, DTYPES, together=1))
-def test_vector_decode_shapes(name, dtype):
+# What is known of the evicted, or that there are tokens without values.
+KNOWN = {"moments": {}, "centroids": dict(parts=17, means=torch.bfloat16), "keys alone": {}}
+
+
+@pytest.mark.parametrize("name, dtype, known", covering(SHAPES, DTYPES, KNOWN))
+def test_shapes(name, dtype, known):
     *sizes, lengths, evicted = SHAPES[name]
-    case = Case.make(*sizes, dtype, lengths, evicted)
-    check_vector(case, 70, (70, 0, 33, 1), None, 1, True)
+    case = Case.make(*sizes, dtype, lengths, evicted, **KNOWN[known])
+    if known == "keys alone":
+        check_vector(case, 70, (70, 0, 33, 1), None, 1, True)
+    else:
+        check(case)
+
+
+def wrong(**given):
+    """A step of which a tensor is not as it should be; of centroids by their own name."""
+    case = Case.make(1, 2, 4, 64, 20, torch.float32, (5, 6), (1, 1), parts=3)
+    places = {"sink_logits": case.state, "centroids": case.state.parts, "keys": case.state.exact}
+    for name, change in given.items():
+        held = places[name]
+        field = "keys" if name == "centroids" else name
+        setattr(held, field, change(getattr(held, field)))
+    return case
+
+
+REFUSED = {
+    "means in bfloat16 or float32 and the rest in float32": dict(centroids=torch.Tensor.half),
+    r"centroids\.keys must have shape": dict(centroids=lambda keys: keys[..., :32].contiguous()),
+    "sink_logits": dict(sink_logits=lambda none: torch.zeros(2, device=DEVICE)),
+    "keys must be contiguous": dict(keys=lambda keys: keys.mT.contiguous().mT),
+    "one dtype": dict(keys=torch.Tensor.half),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_refused(message):
+    with pytest.raises(FastKVError, match=message):
+        wrong(**REFUSED[message]).kernel()
+
+
+def test_wide_heads_in_float32_are_refused():
+    with pytest.raises(FastKVError, match="head_dim up to 256 in float32"):
+        Case.make(1, 1, 1, 272, 20, torch.float32, (5,), (1,)).kernel()

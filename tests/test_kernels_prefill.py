@@ -91,32 +91,19 @@ def check(block, state, scale=0.125, softcap=None, order=1, slope=False, lse_sla
     return results
 
 
-@pytest.mark.parametrize("groups, dtype", covering([1, 3, 4, 7, 8], list(ATOL), together=1))
-def test_groups(groups, dtype):
-    check(*case(groups=groups, dtype=dtype))
+SIZES = [(64, 64), (80, 80), (96, 96), (128, 64), (128, 128), (256, 256), (320, 512), (512, 512)]
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, (128, 64), 128, 256], ids=str)
-def test_head_dims(dim):
-    dim, value_dim = dim if isinstance(dim, tuple) else (dim, dim)
-    dtype = torch.float16 if value_dim % 128 else torch.float32
-    check(*case(batch=1, heads=2, dim=dim, value_dim=value_dim, dtype=dtype))
-
-
-@pytest.mark.parametrize("dim, value_dim, dtype", [(512, 512, torch.float16), (320, 512, torch.bfloat16)], ids=str)
-def test_wide_heads(dim, value_dim, dtype):
-    check(*case(batch=1, groups=3, dim=dim, value_dim=value_dim, dtype=dtype))
+@pytest.mark.parametrize("sizes, dtype", covering(SIZES, list(ATOL), together=1))
+def test_head_dims(sizes, dtype):
+    dim, value_dim = sizes
+    dtype = torch.float16 if dtype == torch.float32 and dim > 256 else dtype  # wide heads have no room for fp32
     check(*case(batch=1, groups=3, dim=dim, value_dim=value_dim, dtype=dtype), slope=dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize("evicted, softcap, order", covering([0, 1, 200], [None, 5.0], [1, 0, None]))
 def test_orders_and_softcap(order, softcap, evicted):
     check(*case(evicted=evicted), softcap=softcap, order=order)
-
-
-def test_bf16_slope_instead_of_the_cross_moment():
-    check(*case(), slope=True)
-    check(*case(dtype=torch.bfloat16), slope=True, softcap=5.0)
 
 
 @pytest.mark.parametrize("slots, num", [(1, 1), (0, 5), (3, 1), (64, 64), (65, 33), (130, 70), (17, 129)])
@@ -190,22 +177,15 @@ def test_centroids_whose_logits_are_ten_thousand_of_either_sign():
     assert out[:, 2:].any() and not out[:, :2].any()
 
 
-def test_no_moments_is_no_correction():
-    block, state = case(evicted=0)
-    without = prefill_attention(*block, state, make_spec(0.1))
-    empty = prefill_attention(*block, state, make_spec(0.1, order=1))
-    assert all(torch.equal(*same) for same in zip(without, empty, strict=True))
-
-
 @settings(max_examples=examples(200), deadline=None)
 @given(
-    groups=st.sampled_from([1, 2, 3, 4, 7]),
+    groups=st.sampled_from([1, 2, 3, 4, 7, 8]),
     slots=st.integers(0, 9),
     num=st.integers(1, 7),
     evicted=st.integers(0, 3),
     order=st.sampled_from([1, 0, None]),
     softcap=st.sampled_from([None, 3.0]),
-    dtype=st.sampled_from([torch.float32, torch.float16]),
+    dtype=st.sampled_from(list(ATOL)),
     size=st.sampled_from([0.01, 1.0, 30.0]),
     parts=st.sampled_from([None, None, 1, 2, 18]),
     seed=st.integers(0, 10**6),

@@ -110,13 +110,6 @@ def test_rounds_become_finer(num, leave):
     check(parts_of(1, 2, num, 16, 2 * num), candidates(1, 2, 320, 16, (leave, 20)), leave)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num,dim", [(31, 64), (300, 32)])
-def test_a_prompt(num, dim):
-    """More tokens than join at once, of one head that loses fewer than another."""
-    check(parts_of(1, 2, num, dim, 40), candidates(1, 2, 1200, dim, (1150, 300), torch.bfloat16), 1150)
-
-
 def test_blocks_of_a_prompt(monkeypatch):
     """The same with blocks of few tokens, in kernels and reference."""
     monkeypatch.setattr(module, "BLOCK", 64)

@@ -7,16 +7,17 @@ from hypothesis import strategies as st
 
 from fastkv import reference
 from fastkv.kernels import compact as compact_module
+from fastkv.kernels import operations
 from fastkv.kernels import select as select_module
-from fastkv.kernels.compact import compact
 from fastkv.kernels.select import select
 from fastkv.reference import Moments
 
 from .conftest import examples
 from .pairwise import covering, named
-from .states import DEVICE, copied, make_spec, make_state
+from .states import DEVICE, copied, encoded, in_pages, make_spec, make_state
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+NAN = float("nan")
 
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
@@ -94,14 +95,6 @@ def test_select_looped_over_chunks_is_exact(kind, monkeypatch):
         )
 
 
-def test_select_of_a_long_prompt():
-    generator = torch.Generator().manual_seed(0)
-    shape = (1, 1, 32768)
-    positions = torch.arange(shape[-1], dtype=torch.int32)[None, None]
-    scores = torch.randn(shape, generator=generator).mul(8).round()
-    check_select(scores, positions, torch.ones(shape, dtype=torch.bool), positions < 4, 1000)
-
-
 @pytest.mark.parametrize("tokens", [3, 20, 60])
 def test_protection_inside_equals_protection_outside(tokens):
     generator = torch.Generator().manual_seed(1)
@@ -129,150 +122,127 @@ def test_select_any_case(data):
     check_select(scores, positions[None, None], *flags, data.draw(st.integers(0, num + 2)))
 
 
-def random_state(batch, heads, slots, used, dim, value_dim, block, dtype, seed, evicted=50, shift=0.0):
-    """A state with `used` candidates in slots and float64 moments of `evicted` earlier tokens, a block, which of all
-    these are tokens, and their positions."""
-    generator = torch.Generator().manual_seed(seed)
+def sorted_rows(state):
+    """Every tensor with a row for each token, in order of position, of the tokens in use."""
+    exact = state.exact
+    index = torch.where(exact.valid, exact.positions, 2**30).argsort(-1)
+    live = exact.valid.gather(2, index)
+    return {name: reference.rows_at(rows, index)[live] for name, rows in exact.moving().items()}
 
-    def randn(*shape):
-        return (torch.randn(*shape, generator=generator) + shift).to(dtype)
 
-    total = used + block
-    positions = shuffled_positions((batch, heads, total), generator)
-    held = torch.randint(0, used + 1, (batch, heads), generator=generator)
-    held[0, 0], held[-1, -1] = used, 0  # a full head and an empty one
-    fresh = torch.rand(batch, 1, block, generator=generator) > 0.2
-    valid = torch.cat([torch.arange(used).expand(batch, heads, -1) < held[..., None], fresh.expand(-1, heads, -1)], 2)
-    keys, values = randn(batch, heads, slots, dim), randn(batch, heads, slots, value_dim)
-    inside = torch.arange(slots) < held[..., None]
-    keys = torch.where(inside[..., None], keys, float("nan"))
-    values = torch.where(inside[..., None], values, float("nan"))
-    # The block as Hugging Face makes it: a transposed view; padding rows hold NaN.
-    new_keys = randn(batch, block, heads, dim).transpose(1, 2)
-    new_values = randn(batch, block, heads, value_dim).transpose(1, 2)
-    new_keys.masked_fill_(~fresh[..., None], float("nan"))
-    new_values.masked_fill_(~fresh[..., None], float("nan"))
-    places = torch.full((batch, heads, slots), -7, dtype=torch.int32)
-    places[..., :used] = positions[..., :used]
-    old = Moments.empty(batch, heads, dim, value_dim, dtype=torch.float64).add(
-        torch.randn(batch, heads, evicted, dim, generator=generator).double() + shift,
-        torch.randn(batch, heads, evicted, value_dim, generator=generator).double() + shift,
+def moments_of(tokens, dtype, order):
+    """Moments in float64 of keys and values, as that dtype holds them, up to that order."""
+    count, *rest = (
+        Moments.empty(*tokens[0].shape[:2], *(t.shape[-1] for t in tokens), dtype=torch.float64)
+        .add(*(t.double() for t in tokens))
+        .tensors()
     )
-    state = make_state(keys.contiguous(), values.contiguous(), held.to(torch.int32), places, moments=old)
-    return state, (new_keys, new_values, positions[..., used:]), valid, positions
+    return Moments(*[count, *(t.to(dtype) for t in rest)][: {None: 1, 0: 3, 1: 4}[order]])
 
 
-def cast(moments, dtype, order):
-    """A copy with less precision and, perhaps, less memory."""
-    fields = [moments.count.clone(), *(t.to(dtype, copy=True) for t in moments.tensors()[1:])]
-    return Moments(*fields[: {None: 1, 0: 3, 1: 4}[order]])
+def check_compact(slots="model", dtype=torch.float32, dim=64, value_dim=None, room=48, used=40, num=9, tokens=None,
+                  order=1, evicted=50, shift=0.0, paged=False, batch=2, heads=2, seed=0):  # fmt: skip
+    """Up to `used` slots of each head and a block of `num`, of which random `tokens` stay: what stays of the slots
+    moves as it is, what stays of the block is encoded, and moments see the block as it was. Unused slots and padding
+    are NaN; the block is a transposed view, as Hugging Face makes it.
+    """
+    source, value_dim = torch.Generator().manual_seed(seed), value_dim or dim
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=source) + shift
+
+    lengths = torch.randint(0, used + 1, (batch, heads), generator=source)
+    lengths[0, 0], lengths[-1, -1] = used, 0  # a full head and an empty one
+    inside, fresh = torch.arange(room) < lengths[..., None], torch.rand(batch, num, generator=source) < 0.8
+    positions = shuffled_positions((batch, heads, used + num), source)
+    places = torch.nn.functional.pad(positions[..., :used], (0, room - used), value=-7)
+    keys, values = (normal(batch, heads, room, one).masked_fill(~inside[..., None], NAN) for one in (dim, value_dim))
+    block = [normal(batch, num, heads, one).masked_fill(~fresh[..., None, None], NAN) for one in (dim, value_dim)]
+    block = (*(rows.to(DEVICE, dtype).transpose(1, 2) for rows in block), positions[..., used:].to(DEVICE))
+    valid = torch.cat([inside[..., :used], fresh[:, None].expand(-1, heads, -1)], 2).to(DEVICE)
+    kept = valid & (torch.rand(valid.shape, generator=source).to(DEVICE).argsort(-1).argsort(-1) < (tokens or room))
+    kept &= kept.cumsum(-1) <= room
+    selection = reference.Selection(kept, kept.sum(-1))
+    seen, gone = torch.full((batch,), 2 * (used + num)), [normal(batch, heads, evicted, d) for d in (dim, value_dim)]
+    made = [t.to(DEVICE) for t in (keys.to(dtype), values.to(dtype), lengths.int(), places.int(), seen)]
+    state = encoded(make_state(*made, moments=Moments(torch.zeros_like(made[2].long()))), slots)
+    truth, usual, mine = copied(state, torch.float64), copied(state), copied(state)
+    for one, to in ((truth, torch.float64), (usual, torch.float32), (mine, torch.float32)):
+        one.moments = moments_of([t.to(DEVICE) for t in gone], to, order)
+    if order == 1:
+        mine.moments.slope = torch.empty_like(mine.moments.cross, dtype=torch.bfloat16)
+    spec = make_spec(order=order)
+    wide = tuple(t.double() if t.is_floating_point() else t for t in block)
+    reference.compact(valid, selection, wide, truth, spec)
+    reference.compact(valid, selection, block, usual, spec)
+    placed = in_pages(mine, [2, 1], 3) if paged else mine
+    operations.compact(valid, selection, block, placed, spec)
+    mine = placed.taken() if paged else mine
+
+    assert torch.equal(mine.exact.lengths.long(), selection.counts)
+    for (name, got), (_, want) in zip(sorted_rows(mine).items(), sorted_rows(usual).items(), strict=True):
+        assert torch.equal(got, want), name
+    stays = kept[..., :used] & (torch.arange(used, device=DEVICE) < selection.counts[..., None])  # where it is
+    was, now = (one.exact.positions[..., :used][stays] for one in (state, mine))
+    assert torch.equal(was, now)
+    assert torch.equal(mine.moments.count, truth.moments.count)
+    for got, same, want in zip(*(one.moments.tensors()[1:] for one in (mine, usual, truth))):
+        error, limit = (got - want).abs().max(), 2 * (same - want).abs().max() + 2e-6 * (1 + want.abs().max())
+        assert got.isfinite().all() and error <= limit, (error, limit)
+    if order == 1:
+        exact = mine.moments.cross / mine.moments.count.clamp(min=1)[..., None, None]
+        torch.testing.assert_close(mine.moments.slope.float(), exact, rtol=2**-7, atol=1e-30)
 
 
-def with_moments(state, dtype, order, floating=None):
-    """A copy of a state whose moments, and perhaps all that is floating, have another precision."""
-    moments, state = cast(state.moments, dtype, order), copied(state, floating)
-    state.moments = moments
-    return state
-
-
-def rows_of(slots, head, length):
-    """The set of stored tokens as sorted (position, key, value) rows."""
-    place = slots.positions[head][:length]
-    order = place.argsort()
-    return place[order], slots.keys[head][:length][order], slots.values[head][:length][order]
-
-
-def check_compact(state, block, valid, positions, tokens, order=1, slope=True, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.randn(valid.shape, generator=generator)
-    selection, spec = reference.select(scores, positions, valid, torch.zeros_like(valid), tokens), make_spec()
-    exact = with_moments(state, torch.float64, order, torch.float64)
-    same, got = with_moments(state, torch.float32, order), with_moments(state, torch.float32, order)
-    reference.compact(valid, selection, (block[0].double(), block[1].double(), block[2]), exact, spec)
-    reference.compact(valid, selection, block, same, spec)
-    shadow = None
-    if slope and order == 1:
-        shadow = got.moments.slope = torch.empty_like(got.moments.cross, dtype=torch.bfloat16)
-    compact(valid, selection, block, got, spec)
-
-    slots = got.exact
-    assert torch.equal(slots.lengths.long(), selection.counts)
-    used = valid.shape[-1] - block[0].shape[2]
-    for b in range(valid.shape[0]):
-        for h in range(valid.shape[1]):
-            length = int(selection.counts[b, h])
-            for mine, theirs in zip(rows_of(slots, (b, h), length), rows_of(same.exact, (b, h), length)):
-                assert torch.equal(mine, theirs)
-            stay = selection.kept[b, h, : min(used, length)].nonzero()[:, 0]
-            assert torch.equal(slots.positions[b, h, stay], state.exact.positions[b, h, stay])
-    assert torch.equal(got.moments.count, exact.moments.count)
-    for mine, theirs, right in zip(*(one.moments.tensors()[1:] for one in (got, same, exact))):
-        assert mine.isfinite().all()
-        error, allowed = (mine - right).abs().max(), (theirs - right).abs().max()
-        assert error <= 2 * allowed + 1e-6 * (1 + right.abs().max()), (error, allowed)
-    if shadow is not None:
-        wanted = got.moments.cross / got.moments.count.clamp(min=1)[..., None, None]
-        torch.testing.assert_close(shadow.float(), wanted, rtol=2**-7, atol=1e-30)
-
-
-CASES = [  # heads, slots, used, block, tokens
-    (2, 48, 40, 9, 40),  # a full cache and a block: at most 9 moves
-    (2, 64, 33, 7, 64),  # everything fits
-    (2, 40, 37, 0, 32),  # a flush while generating
-    (1, 16, 0, 50, 16),  # the whole prompt at once
-    (2, 8, 5, 3, 1),  # almost nothing stays
-    (2, 8, 8, 5, 0),  # nothing stays
-    (1, 1, 1, 1, 1),  # one slot
-]
+CASES = {
+    "a full cache and a block": dict(tokens=40),
+    "everything fits": dict(room=64, used=33, num=7),
+    "a flush while generating": dict(room=40, used=37, num=0, tokens=32),
+    "a whole prompt": dict(room=16, used=0, num=50, heads=1),
+    "almost nothing stays": dict(room=8, used=5, num=3, tokens=1),
+    "one slot": dict(room=1, used=1, num=1, tokens=1, heads=1),
+    "only counts": dict(order=None),
+    "only means, of nothing before": dict(order=0, evicted=0),
+    "nothing before": dict(evicted=0),
+    "far from zero": dict(room=64, used=60, num=20, tokens=20, shift=30.0, heads=1),  # raw sums would lose four digits
+    "values of another size": dict(dim=128, value_dim=64),
+    "80": dict(dim=80),
+    "96": dict(dim=96),
+    "256": dict(dim=256),
+    "512": dict(dim=512, batch=1),
+}
 
 
 @pytest.mark.parametrize("case, dtype", covering(CASES, DTYPES, together=1))
-def test_compact_keeps_and_merges(case, dtype):
-    heads, slots, used, block, tokens = case
-    check_compact(*random_state(2, heads, slots, used, 64, 64, block, dtype, seed=slots), tokens)
-
-
-@pytest.mark.parametrize("dim, value_dim", [(80, 80), (96, 96), (128, 64), (256, 256), (512, 512)])
-def test_compact_head_dims(dim, value_dim):
-    check_compact(*random_state(1, 2, 48, 40, dim, value_dim, 9, torch.float32, seed=dim), 40)
-
-
-@pytest.mark.parametrize("order, evicted", covering([1, 0, None], [50, 0], together=1))
-def test_compact_orders(order, evicted):
-    check_compact(*random_state(2, 2, 48, 40, 64, 64, 9, torch.float32, 3, evicted), 30, order, slope=evicted > 0)
-
-
-def test_compact_does_not_cancel():
-    """Keys far from zero: raw sums in fp32 would lose four digits here."""
-    check_compact(*random_state(1, 1, 64, 60, 64, 64, 20, torch.float32, 5, shift=30.0), 20)
+def test_compact(case, dtype):
+    check_compact(dtype=dtype, **CASES[case])
 
 
 @pytest.mark.parametrize("rows", [16, 40])
 def test_splits_of_the_rows_agree(rows, monkeypatch):
     monkeypatch.setattr(compact_module, "ROWS_PER_SPLIT", rows)
-    check_compact(*random_state(2, 1, 64, 60, 64, 64, 140, torch.float32, 7), 60)
+    check_compact(room=64, used=60, num=140, tokens=60, heads=1)
 
 
 def test_plan_over_several_tiles(monkeypatch):
     monkeypatch.setattr(compact_module, "PLAN", 128)
-    check_compact(*random_state(1, 2, 200, 190, 64, 64, 120, torch.float32, 7), 150)
+    check_compact(room=200, used=190, num=120, tokens=150, batch=1)
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(240), deadline=None)
 @given(
+    slots=st.sampled_from(["model", "model", "int8", "fp8", "int4", "k8v4"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dim=st.sampled_from([32, 64, 128]),
     used=st.integers(0, 12),
     spare=st.integers(0, 4),
-    block=st.integers(0, 8),
-    tokens=st.integers(0, 16),
+    num=st.integers(0, 8),
+    tokens=st.integers(1, 16),
     order=st.sampled_from([1, 0, None]),
+    paged=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_compact_any_case(used, spare, block, tokens, order, seed):
-    block += not used + block
-    tokens = min(tokens, used + spare)
-    check_compact(
-        *random_state(1, 2, used + spare, used, 16, 16, block, torch.float32, seed, evicted=seed % 3),
-        tokens,
-        order,
-        seed=seed,
-    )
+def test_compact_any_case(slots, dtype, dim, used, spare, num, tokens, order, paged, seed):
+    num += not used + num
+    room = max(used + spare, 1)
+    check_compact(slots, dtype, dim, None, room, used, num, tokens, order, seed % 3, paged=paged, seed=seed)

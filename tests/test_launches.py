@@ -126,8 +126,3 @@ def test_kernels_are_launched_where_their_tensors_are(gpus, monkeypatch):
     assert driver.changes == (0 if gpus == 1 else len(CASES))
     assert launched == {name.split()[0] for name in CASES} - {"sketch"}
     operator.several_devices.cache_clear()
-
-
-def test_arguments_are_on_the_device_of_their_first_tensor():
-    for name in CASES:
-        assert operator.device_of(tuple(flattened(name, "reference")[1])) == torch.device("cpu")

@@ -152,14 +152,6 @@ def test_a_masked_token_is_not_absorbed():
     assert torch.equal(module.stored() + module.moments().count, torch.tensor([[31, 31], [30, 30]]))
 
 
-def test_arguments_are_left_alone():
-    for make in KINDS.values():
-        module, given_ = make(), tokens(40)
-        before = [rows.clone() for rows in given_]
-        module(*given_)
-        assert all(torch.equal(*pair) for pair in zip(given_, before))
-
-
 # Budgets.
 
 
@@ -215,20 +207,6 @@ def test_loading_keeps_the_addresses():
     other.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
     step = tokens(1)
     assert torch.equal(other(*step), module(*step))
-
-
-def test_weights_without_a_sequence_load():
-    """Those saved before the module was put in, and those saved before its first token."""
-    model = torch.nn.ModuleDict({"head": torch.nn.Linear(2, 2), "attention": fresh()})
-    weights = {name: tensor for name, tensor in model.state_dict().items() if name.startswith("head")}
-    model.load_state_dict(weights)
-    empty = model.state_dict()
-    model["attention"](*tokens(30))
-    model.load_state_dict(weights)
-    assert int(model["attention"].stored().max()) == TOKENS
-    model.load_state_dict(empty)
-    assert not list(model["attention"].buffers())
-    assert all(isinstance(value, torch.Tensor) for value in empty.values())
 
 
 @each_kind
@@ -338,20 +316,6 @@ def test_compiled_decode(name, backend, first):
     assert graphs == (3 if name == "no values" else 2) and worst <= 1e-6
 
 
-def test_compiled_after_reset_does_not_compile_again():
-    torch._dynamo.reset()
-    module, counter = fresh(), CompileCounterWithBackend("aot_eager")
-    step = torch.compile(module, fullgraph=True, backend=counter)
-    for length in (50, 33, 64):
-        module.reset()
-        module(*tokens(length))
-        for _ in range(2 * EVERY + 1):
-            step(*tokens(1))
-        if length == 50:
-            graphs = counter.frame_count
-    assert counter.frame_count == graphs == 2
-
-
 DOCS = Path(__file__).parent.parent / "docs" / "module.md"
 EXAMPLE = DOCS.read_text().partition("```python\n")[2].partition("```")[0]
 
@@ -367,18 +331,6 @@ def test_the_example_of_the_docs():
         assert torch.equal(layer.attention.stored() + layer.attention.moments().count, torch.tensor([[2060, 2060]]))
         assert 256 <= int(layer.attention.stored().max()) <= 256 + 16
         assert layer.attention.state.exact.limit == 256 + 16
-
-
-def test_the_example_computes_what_a_decoder_with_a_full_cache_computes():
-    names = {}
-    exec(EXAMPLE.partition("model = ")[0], names)
-    model = names["Decoder"](words=50, size=32, heads=4, kv_heads=2, layers=2, budget=100).eval()
-    ids = torch.randint(50, (1, 40))
-    whole = model(ids, torch.arange(40))
-    for layer in model.layers:
-        layer.attention.reset()
-    pieces = [model(ids[:, at], at) for at in torch.arange(40).split([20, 7, *[1] * 13])]
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-5, rtol=1e-5)
 
 
 # Refusals of its own; the others are `patch`'s.

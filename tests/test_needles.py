@@ -12,7 +12,6 @@ from fastkv.lab import needles
 from fastkv.lab.cli import build_parser
 from fastkv.lab.needles import Grid, Row, table_of
 
-from .test_ruler import toy_bpe
 from .toy import MODEL, MODEL_DIR, load, placed
 
 QUICK = ("--lengths", "160,320", "--depths", "0,1", "--samples", "2", "--budget", "128")
@@ -68,32 +67,6 @@ def test_it_compares_keeps_and_resumes(question, tmp_path, monkeypatch, toy_need
     assert len(measured) == 1 and again == rows
     with pytest.raises(FastKVError, match=r"was written with samples 2, this run has 3; choose another --out"):
         asked(*command, "--samples", 3)
-
-
-def test_shares_are_the_users(tmp_path):
-    """A model with a vocabulary of pieces; shares of layers go into the cache and bytes stay equal."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    tokenizer = toy_bpe()
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=400, **sizes, max_position_embeddings=900)).save_pretrained(tmp_path / "m")
-    tokenizer.save_pretrained(tmp_path / "m")
-    read, answer = [], needles.answer
-
-    def keep(model, tokenizer, sample, question):
-        read.append((sample, fastkv.FastKVCache(model).config.budget if "_fastkv_config" in vars(model) else None))
-        return answer(model, tokenizer, sample, question)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(needles, "answer", keep)
-        arguments = ("--layers", "3,2", "--sinks", 2, "--recent", 9)
-        shown = ("--lengths", "640", "--depths", "0.5", "--samples", 1, "--policies", "momentkv,knorm")
-        asked("--model", tmp_path / "m", *shown, *arguments, "--budgets", 90, "--out", tmp_path / "out")
-    assert len(read) == 3 and len({sample.prompt for sample, _ in read}) == 1
-    assert read[0][0].task == "niah_single_2"
-    budgets = [budget for _, budget in read[1:]]
-    assert all((budget.sinks, budget.recent, budget.layers) == (2, 9, (3.0, 2.0)) for budget in budgets)
-    assert budgets[0].bytes == budgets[1].bytes is not None
 
 
 @pytest.mark.parametrize(

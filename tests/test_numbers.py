@@ -6,7 +6,6 @@ import torch
 import fastkv
 from fastkv import FastKVAttention, ops
 from fastkv.calibration import quality
-from fastkv.reference import Moments
 
 from .models import VOCAB, build, generate, prompt
 from .pairwise import FOLLOWERS, covering, each
@@ -103,37 +102,6 @@ def test_attention_is_softmax_at_any_logits(kind, dtype):
         torch.testing.assert_close(block[row], expected.to(dtype), rtol=limits[dtype], atol=1e-5 + lost)
 
 
-@each_dtype
-@pytest.mark.parametrize("order", [0, 1])
-@each_kind
-def test_the_estimate_mixes_at_any_logits(kind, order, dtype):
-    """MomentKV Eqs. 9, 11 and 12 in float64; eight evicted tokens, so that their mean key is exact in fp32."""
-    q, k, v = cast(KINDS[kind](24), dtype)
-    gone, left = slice(8, 16), slice(16, 24)
-    moments = Moments.empty(B, HKV, D, D).add(k[:, :, gone], v[:, :, gone])
-    lengths = torch.full((B, HKV), 8)
-    query = q[:, :, 20]
-    wide_k, wide_v, wide_q = (one.double().repeat_interleave(2, 1) for one in (k, v, q[:, ::2]))
-    wide_q = q.double()[:, :, 20]
-    keys, values = wide_k[:, :, gone], wide_v[:, :, gone]
-    mean_k, mean_v = keys.mean(2), values.mean(2)
-    estimate = mean_v
-    if order:
-        cross = torch.einsum("bhnd,bhne->bhde", keys - mean_k[:, :, None], values - mean_v[:, :, None])
-        estimate = estimate + SCALE / 8 * torch.einsum("bhd,bhde->bhe", wide_q, cross)
-    log_mass = torch.tensor(8.0).log() + SCALE * (wide_q * mean_k).sum(-1)
-    logits = SCALE * torch.einsum("bhd,bhnd->bhn", wide_q, wide_k[:, :, left])
-    weights = torch.cat([logits, log_mass[..., None]], -1).softmax(-1)
-    everything = torch.cat([wide_v[:, :, left], estimate[:, :, None]], 2)
-    expected = torch.einsum("bhn,bhnd->bhd", weights, everything)
-    assert torch.isfinite(expected.to(dtype)).all()
-    stored = (k[:, :, left], v[:, :, left], lengths, moments)
-    out, _, _ = ops.decode_attention(query, *stored, SCALE, order=order, backend="reference")
-    torch.testing.assert_close(out, expected.to(dtype))
-    out, _, _ = ops.decode_attention(query, *stored, SCALE, order=order)
-    torch.testing.assert_close(out, expected.to(dtype))
-
-
 # One layer, all policies: prompt in blocks, decoding, evictions.
 
 
@@ -171,29 +139,6 @@ def test_a_layer_attends_to_what_it_retains(name, dtype, tmp_path):
             assert torch.equal(total, torch.full_like(total, index + 1))
         floats = [tensor for _, tensor in module.state.named_tensors() if tensor.is_floating_point()]
         assert all(torch.isfinite(tensor).all() for tensor in floats), kind
-
-
-@pytest.mark.parametrize("name", each(ALONE, often=()))
-def test_equal_keys_lose_nothing(name, tmp_path):
-    """Where all keys are equal the moments are exact, so attention is the mean of all values ever seen."""
-    q, k, v = equal_keys(40)
-    for index, _, out in steps(layer(name, tmp_path, correction="moments", prefill_block=10), q, k, v):
-        mean = v[:, :, : index + 1].double().mean(2).repeat_interleave(2, 1)
-        torch.testing.assert_close(out[:, :, 0], mean.float())
-
-
-@pytest.mark.parametrize("name,correction", covering(ALONE, ["none", "mean", "moments"], together=1, slow=FOLLOWERS))
-def test_zero_values_give_zero(name, correction, tmp_path):
-    for _, _, out in steps(layer(name, tmp_path, correction=correction), *zero_values(32)):
-        assert (out == 0).all()
-
-
-@pytest.mark.parametrize("name", ["momentkv", "snapkv", "pyramidkv", "tova", "h2o", "criticalkv", "manifold"])
-def test_the_dominating_key_stays(name, tmp_path):
-    """Who looks at attention keeps the token that gets all of it; who looks at geometry what stands out."""
-    q, k, v = one_dominates(40)
-    for _, _, out in steps(layer(name, tmp_path), q, k, v):
-        torch.testing.assert_close(out[:, :, 0], v[:, :, 5].repeat_interleave(2, 1))
 
 
 # Models.
@@ -285,17 +230,6 @@ def test_a_row_of_nan_touches_nobody(name, mode, tmp_path):
     for layer in range(4):
         for row in (0, 2):
             assert held(before, layer, row) == held(after, layer, row)
-
-
-@pytest.mark.parametrize("method", ["cholesky", "qr", "svd", "exact", "srht"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_leverage_of_other_rows(method, value):
-    """No decomposition gives up on the batch because of one row."""
-    keys = torch.randn(3, 2, 40, D)
-    expected = fastkv.reference.leverage_scores(keys, 8, method)
-    keys[1, 0, 7] = value
-    got = fastkv.reference.leverage_scores(keys, 8, method)
-    assert torch.equal(got[[0, 2]], expected[[0, 2]])
 
 
 def test_a_row_of_nan_does_not_decide_the_share_of_others(tmp_path):

@@ -232,23 +232,6 @@ def test_opcheck_of_a_trace(name):
     torch.library.opcheck(operator.default, tuple(pieces), test_utils=TRACED)
 
 
-@pytest.mark.parametrize("checks", [CALLED, TRACED], ids=["called", "traced"])
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("name", ["decode_step", "prefill_attention"])
-def test_opcheck_of_values_wider_than_keys(name, backend, checks):
-    """Results have the width of the values."""
-    state, wide = layer(), 2 * D
-    state.exact.values = randn(B, HKV, C, wide)
-    new = randn(B, HKV, 1, D), randn(B, HKV, 1, wide)
-    arguments = (randn(B, HKV * G, D), *new, state, make_spec(0.3, backend=backend))
-    if name == "prefill_attention":
-        real = torch.ones(B, 1, dtype=torch.bool)
-        arguments = (randn(B, HKV * G, 1, D), *new, real, state, make_spec(0.3, backend=backend))
-    kinds = typing.get_type_hints(getattr(ops, name))
-    pieces = [piece for one, given in zip(kinds.values(), arguments) for piece in flat(one, given)]
-    torch.library.opcheck(getattr(torch.ops.fastkv, name).default, tuple(pieces), test_utils=checks)
-
-
 def test_every_operator_is_checked():
     names = torch._C._dispatch_get_all_op_names()
     checked = {f"fastkv::{name.split()[0]}" for name in CASES}
@@ -353,19 +336,6 @@ def test_a_model_decodes_the_same_tokens_on_every_backend(policy, block):
         torch.testing.assert_close(other[1], logits, atol=1e-3, rtol=1e-3)
         assert torch.equal(other[2].moments(0).count, cache.moments(0).count)
         assert torch.equal(other[2].stored(0), cache.stored(0))
-
-
-def test_half_precision_models_keep_a_slope_for_the_kernel():
-    model = build(num_hidden_layers=2).half()
-    ids, mask = prompt(1, 30)
-    small = fastkv.Budget(tokens=20, sinks=2, recent=4)
-    fastkv.patch(model, "momentkv", small, evict_every=3, backend="triton")
-    cache = generate(model, ids, mask, new=5, return_dict_in_generate=True).past_key_values
-    kept = cache.moments(0)
-    assert kept.slope.dtype == torch.float16
-    expected = kept.cross / kept.count[..., None, None]
-    torch.testing.assert_close(kept.slope.float(), expected, atol=1e-3, rtol=1e-3)
-    assert cache.nbytes() > sum(layer.state.nbytes() for layer in cache.layers)  # scratch counts too
 
 
 def test_the_interpreter_has_to_be_asked_for(monkeypatch):

@@ -156,22 +156,6 @@ def test_sequences_do_not_depend_on_each_other(case):
         torch.testing.assert_close(torch.cat(outs, 2), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_launches_do_not_depend_on_how_many_prompts_are_read():
-    """Of kernels and of operators, where something leaves."""
-    found = []
-    for number in (2, 3):
-        layer, rows = paged(config_of("snapkv", "centroids", 12, "triton")), [3, 1, 4][:number]
-        for seed, row in enumerate(rows):
-            read(layer, row, tokens(2 * BLOCK, seed))
-        numbers = torch.tensor([rows, [BLOCK * i for i in range(number)], [BLOCK] * number])
-        blocks = PagedBlocks.of([BLOCK] * number, [2 * BLOCK] * number, numbers)
-        given = [part[0].transpose(0, 1) for part in tokens(BLOCK * number, 9)]
-        with recorded() as launches, Operators() as operators:
-            layer.read(blocks, *given, torch.empty_like(given[0]))
-        found.append((len(launches), operators.found))
-    assert found[0] == found[1] and found[0][0] > 3
-
-
 def test_a_page_has_the_bytes_that_its_heads_need():
     """All together those of heads that are alike, but for where each begins."""
     alike, unlike = (paged(config_of("keydiff", budget=budget)) for budget in (12, calibrated(1.5, 0.5)))

@@ -2,13 +2,12 @@
 
 import json
 import subprocess
-import sys
 import time
 import types
 
 import pytest
 
-from perf import engine, tables
+from perf import engine
 from perf.engine import Job, Results, Unmeasured, digest
 
 FACTS = {"device": "GPU X", "driver": "1.2", "torch": "2", "triton": "3", "commit": "abc"}
@@ -85,30 +84,6 @@ def test_what_fails_is_named_and_can_be_tried_again(tmp_path, capsys):
     assert measured(opened(tmp_path / "checks.json", check)) == engine.FAILED
 
 
-def test_old_files_are_read_but_not_continued(tmp_path):
-    (tmp_path / "some.json").write_text(json.dumps({"environment": FACTS, "complete": True, "rows": [{"id": "a"}]}))
-    assert not opened(tmp_path / "some.json", job("a")).rows
-
-
-def test_reports_read_cases_beside_what_was_measured(path):
-    """New rows hold their case apart, those from before the engine did not."""
-    (path.parent / "old.json").write_text(json.dumps({"environment": FACTS, "rows": [{"id": "a", "of": "a", "ms": 1}]}))
-    (path.parent / "dry.json").write_text(json.dumps({"environment": FACTS | {"dry_run": 1}, "rows": []}))
-    files = tables.read(path.parent)
-    assert files.keys() == {"old", "some"}
-    assert [(row["id"], row["of"]) for name in files for row in files[name]["rows"]] == [("a", "a"), *zip("ab", "ab")]
-
-
-def test_deadlines_leave_room(tmp_path, capsys):
-    long, short = job("long", seconds=61.0), job("short", seconds=1.0)
-    results = opened(tmp_path / "some.json", long, short)
-    assert measured(results, 60.0) == engine.LEFT and [row["id"] for row in results.rows] == ["short"]
-
-
-def test_exit_codes():
-    assert engine.worst([0, 3, 1]) == engine.FAILED and engine.worst([0, 3]) == engine.LEFT and engine.worst([]) == 0
-
-
 # Digests.
 
 
@@ -147,8 +122,3 @@ def test_a_process_that_fails_says_why(monkeypatch):
     monkeypatch.setattr(engine, "LIMIT", 0.01)
     with pytest.raises(Unmeasured, match="not finished"):
         engine.in_process("perf.speed.worker", {})
-
-
-def test_the_engine_needs_nothing_but_python():
-    probe = "import sys, perf.engine; print(sorted({'torch', 'fastkv', 'rich'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True).stdout == "[]\n"

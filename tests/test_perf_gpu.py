@@ -2,7 +2,6 @@
 
 import json
 import time
-import types
 from dataclasses import replace
 
 import pytest
@@ -13,8 +12,7 @@ from perf.engine import RESULTS, Results
 from perf.gpu import __main__ as command
 from perf.gpu import checks, plan, timings
 from perf.gpu.clock import Work, layer, measure, num_sets, samples
-from perf.gpu.peers import CAUSAL, PEERS
-from perf.gpu.place import FlashInferStandIn, Place, StandIn
+from perf.gpu.place import Place, StandIn
 from perf.micro.states import GEMMA, LLAMA
 from perf.speed import worker
 
@@ -55,18 +53,6 @@ def test_the_plan_is_in_order_and_fits_into_half_an_hour(whole):
     assert max(job.seconds for job in jobs_of(whole)) < 60 * MINUTES
 
 
-def test_all_checks_and_operations_are_planned(whole):
-    checked = {job.case["op"] for job in jobs_of(whole) if job.file == "gpu_checks"}
-    assert checked == {*checks.PER_HEADS, "kernels", "captured", "compiled"}
-    timed = {job.case["op"] for job in jobs_of(whole) if job.file == "gpu_timings"}
-    assert timed == {*timings.OWN, *timings.BLOCKS, *PEERS, *CAUSAL}
-    models = [(job.case["model"], job.case["context"], job.case["batch"]) for job in whole["model"]]
-    assert models.count(plan.FASTDMS) == 2
-    key = [job.case["op"] for job in whole["key"]]
-    assert key[:2] == ["fastkv default", "copy"]
-    assert key.count("fastkv default") == 6
-
-
 def test_a_timing_waits_for_checks_of_its_own_heads_before_it(whole):
     jobs = jobs_of(whole)
     order = {job.name: number for number, job in enumerate(jobs)}
@@ -80,6 +66,7 @@ def test_a_timing_waits_for_checks_of_its_own_heads_before_it(whole):
 # Runs.
 
 
+@pytest.mark.slow
 def test_a_dry_run_walks_every_check_and_every_timing(tmp_path, capsys, whole, monkeypatch):
     monkeypatch.setitem(worker.COPY_BYTES, "cpu", 1 << 20)
     assert command.main(["--dry-run", "--out", str(tmp_path), "--minutes", str(MINUTES)]) == engine.COMPLETE
@@ -160,27 +147,6 @@ def test_a_lost_device_ends_the_run_and_what_it_says_is_not_written(go, monkeypa
         timings.run(replace(case, build=lambda *a: 1 / torch.zeros(1, 2) @ torch.zeros(1)), CPU)
 
 
-def test_a_run_says_that_the_device_is_lost(monkeypatch, tmp_path, capsys):
-    def lost(jobs, files, deadline):
-        raise checks.DeviceLost("broken")
-
-    monkeypatch.setattr(engine, "measure", lost)
-    assert command.main(["--dry-run", "--out", str(tmp_path), "--only", "device"]) == engine.FAILED
-    assert "the device is lost: broken" in capsys.readouterr().out
-
-
-def test_a_peer_that_is_absent_leaves_its_reason():
-    def crash(case, place):
-        raise ImportError("flashinfer is not installed")
-
-    own, peer = timings.key_cases()[:2]
-    assert peer.peer and not own.peer
-    for case in (peer, own):
-        job = plan.timing(CPU, replace(case, build=crash))
-        assert job.optional == case.peer
-        assert engine.row_of(job)["skipped"] == "ImportError: flashinfer is not installed"
-
-
 def test_what_is_wrong_is_not_timed(monkeypatch):
     """A step that differs from the reference leaves the reason, and fails, because it is no peer's."""
     case = timings.key_cases()[0]
@@ -210,43 +176,7 @@ def test_what_happens_in_the_wrong_page_is_a_finding(harm, monkeypatch):
     assert ("others'" in row["error"]) == ("somebody else" in harm)
 
 
-def test_a_red_test_of_a_kernel_is_a_finding(monkeypatch):
-    said = "FAILED tests/test_kernels_evict.py::test_x[1] - AssertionError\n1 failed, 3 passed in 1.00s\n"
-    done = types.SimpleNamespace(returncode=1, stdout=said, stderr="")
-    monkeypatch.setattr(checks.subprocess, "run", lambda *args, **kwargs: done)
-    row = checks.row_of(lambda: checks.check_kernels(CPU), CPU)
-    assert not row["passed"] and row["error"] == "AssertionError: tests/test_kernels_evict.py::test_x[1]"
-    done.returncode, done.stdout = 2, "no module named hypothesis"
-    assert "hypothesis" in checks.row_of(lambda: checks.check_kernels(CPU), CPU)["error"]
-
-    def late(*args, **kwargs):
-        raise checks.subprocess.TimeoutExpired("pytest", 1)
-
-    monkeypatch.setattr(checks.subprocess, "run", late)
-    assert "not finished" in checks.row_of(lambda: checks.check_kernels(CPU), CPU)["error"]
-
-
-def test_the_stand_in_has_only_what_torch_has():
-    with pytest.raises(AttributeError, match="nothing called"):
-        StandIn().synchronise()
-    q, keys = torch.randn(3, 4, 16), torch.randn(3, 32, 2, 16)
-    wrapper = FlashInferStandIn().BatchDecodeWithPagedKVCacheWrapper(None, "NHD", use_tensor_cores=True)
-    wrapper.plan(None, None, None, 4, 2, 16, 16, sm_scale=0.1, q_data_type=None, kv_data_type=None)
-    out = wrapper.run(q, (keys.view(-1, 16, 2, 16), keys.view(-1, 16, 2, 16)))
-    want = torch.nn.functional.scaled_dot_product_attention(
-        q[:, :, None], *[keys.transpose(1, 2)] * 2, scale=0.1, enable_gqa=True
-    )
-    torch.testing.assert_close(out, want[:, :, 0])
-
-
 # What checks and the clock are made of.
-
-
-def test_bits_are_compared_with_nan():
-    want = torch.tensor([1.0, float("nan")])
-    checks.equal("x", want, want.clone())
-    with pytest.raises(AssertionError, match="x: "):
-        checks.equal("x", want, torch.tensor([1.0 + 2**-23, float("nan")]))
 
 
 def test_bytes_of_a_step():
@@ -254,13 +184,6 @@ def test_bytes_of_a_step():
     for heads, length, nbytes in ((LLAMA, 512, 2.39e6), (GEMMA, 1024, 9.48e6)):
         state = layer(GPU, heads, 1, length, "moments", free=timings.FREE)
         assert timings.needed_bytes(state, heads, length) == pytest.approx(nbytes, rel=0.01)
-
-
-def test_a_dry_clock_walks_every_line_and_gives_no_time():
-    seen = []
-    work = Work(seen.append, 3, 100, reset=lambda: seen.append("reset"))
-    row = measure(work, CPU)
-    assert seen == ["reset", 0, 0, 1, 2, *["reset"] * 3] and row["median_us"] is None and row["samples"] == 2
 
 
 class FakeDevice(StandIn):
@@ -284,56 +207,3 @@ def test_the_clock_divides_by_launches_and_rotates_sets(monkeypatch):
     assert row["samples"] == 100 and device.replays == 103
     for sets, once, launches in ((40, False, 120), (300, False, 300), (4, True, 4)):
         assert samples(Work(seen.append, sets, 1, once=once), place)[1] == launches
-
-
-def timed_row(op, batch, length, median, heads=LLAMA.name, share=None):
-    times = {"median_us": median, "p20_us": median - 0.1, "p80_us": median + 0.1, "gbps": 3500.0, "of_copy": share}
-    shape = {"heads": heads, "batch": batch, "length": length}
-    return {"id": f"{op}-{batch}-{length}", "part": "decode", "op": op, **shape, **times}
-
-
-def write_file(folder, name, rows, **changes):
-    content = {"environment": FACTS, "complete": True, "rows": rows} | changes
-    (folder / f"{name}.json").write_text(json.dumps(content))
-
-
-def test_a_report_of_nothing_says_so(tmp_path):
-    text = report.write(tmp_path).read_text()
-    assert "Checks on a GPU: not measured." in text and "Decode steps on a GPU: not measured." in text
-    assert "Nothing has been measured." in text
-    assert not list(tmp_path.glob("*.png"))
-
-
-def test_a_report_of_measurements(tmp_path):
-    rows = [
-        timed_row("fastkv default", 1, 1024, 4.5),
-        timed_row("fastkv moments", 1, 1024, 4.62),
-        timed_row("fastkv no correction", 1, 1024, 4.4),
-        timed_row("FlexAttention", 1, 1024, 7.5),
-        timed_row("fastkv default", 32, 4096, 150.0),
-        timed_row("fastkv moments", 32, 4096, 150.0, share=0.85),
-        timed_row("SDPA flash", 32, 4096, 140.0),
-        {**timed_row("FlashInfer", 1, 1024, 1.0), "median_us": None, "skipped": "ImportError: not installed"},
-    ]
-    write_file(tmp_path, "gpu_timings", rows, complete=False)
-    steps = {"p20": 6.0, "p50": 6.5, "p80": 7.0, "mean": 6.5}
-    model = {"cache": "fastkv, captured", "model": "llama-3.1-8b", "batch": 1, "context": 2048, "budget": 1024}
-    sizes = {"tokens_per_s": 153.8, "first_s": 0.25, "cache_bytes": 2**30}
-    write_file(tmp_path, "gpu_model", [{"id": "m", **model, "ms": steps, **sizes}])
-    write_file(tmp_path, "gpu_checks", [{"id": "graph[x]", "op": "graph", "passed": False}])
-    report.main(["--results", str(tmp_path)])
-    text = (tmp_path / "README.md").read_text()
-    for line in (
-        "Files that are not finished: gpu_timings.",
-        "| FlashInfer | ImportError: not installed | 1 |",
-        "| graph | 0 | graph[x] |",
-        "| fastkv, captured, 1024 tokens kept | llama-3.1-8b | 1 | 2048 | 6.50 (6.00-7.00) | 154 | 0.25 | 1.00 |",
-        "| llama-3.1-8b | 1 | 1024 | fastkv default | 4.50 (4.40-4.60) | not measured | 3500 | not measured |",
-        "| llama-3.1-8b | 32 | 4096 | fastkv moments | 150.00 (149.90-150.10) | 127.50 | 3500 | 85.0% |",
-        "Blocks of prompts on a GPU: not measured.",
-        "GPU X",
-    ):
-        assert line in text, line
-    assert "| FlashInfer | 1.00" not in text and text.index("fastkv moments | 4.62") < text.index(
-        "FlexAttention | 7.50"
-    )

@@ -1,15 +1,12 @@
 """The leaderboard: what its page says is what was measured, and it goes on where it was stopped."""
 
 import json
-from dataclasses import replace
 
 import pytest
-import torch
 
 from fastkv import Budget
-from fastkv.lab import facts
 from perf.leaderboard import __main__ as leaderboard
-from perf.leaderboard import another, measure, onward, page, times
+from perf.leaderboard import another, onward, page
 from perf.leaderboard.cells import rows_of
 
 from . import toy
@@ -86,46 +83,6 @@ def test_cells_are_measured_once_and_go_on(place, loaded, capsys):
     assert again[-1] == json.loads(first[3])
 
 
-def test_tables_of_the_same_texts_share_a_reading(place, loaded, monkeypatch):
-    model, tokenizer = loaded
-    tables = {name: replace(TABLE, keeps=(keep,)) for name, keep in (("later_2048", 0.5), ("other", 0.25))}
-    monkeypatch.setattr(leaderboard, "TABLES", tables | {"longer": replace(TABLE, length=800)})
-    assert leaderboard.groups(["later_2048", "longer", "other"]) == [["later_2048", "other"], ["longer"]]
-    reads = []
-    monkeypatch.setattr(measure, "read", lambda *a, read=measure.read: reads.append(0) or read(*a))
-    leaderboard.run(["later_2048", "other"], model, tokenizer, range(1), (0.5, 0.25), {})
-    assert len(reads) == 1
-    for name, table in tables.items():
-        rows = rows_of(place / f"{name}.jsonl")
-        assert [(row["policy"], row["keep"]) for row in rows] == [(one, *table.keeps) for one in table.names]
-
-
-def test_a_cache_that_keeps_everything_is_the_full_cache(loaded):
-    model, tokenizer = loaded
-    text = measure.read(model, tokenizer, facts.sample(tokenizer, 700, 0))
-    found = measure.cell(model, tokenizer, text, "keydiff", 1.0, "tokens", {})
-    assert found["text_kl"] == pytest.approx(0, abs=1e-5) and found["top1"] == 1
-
-
-def test_bytes_are_those_of_bfloat16(loaded):
-    model, _ = loaded
-    for keep, slots, least, most in ((0.5, "model", 0.4, 0.5), (0.5, "int8", 0.8, 1.0)):
-        keydiff = measure.policies.get("keydiff")
-        budget, told = measure.tokens_of(model, keep, 1000, "bytes", keydiff, {"slots": slots})
-        assert least * 1000 <= budget.tokens <= most * 1000 and told == {"slots": slots}
-
-
-@pytest.mark.parametrize("policy,keep,slots", [("keydiff", 0.25, "int8"), ("keydiff", 1 / 16, "int4")])
-def test_slots_are_those_of_patch_for_such_bytes(loaded, policy, keep, slots):
-    assert measure.tokens_of(loaded[0], keep, 2000, "bytes", measure.policies.get(policy), {})[1] == {"slots": slots}
-
-
-def test_kl_is_kl():
-    p = torch.tensor([[0.5, 0.5]]).log()
-    q = torch.tensor([[0.25, 0.75]]).log()
-    assert measure.kl(p, q).item() == pytest.approx(0.14384103, abs=1e-6)
-
-
 def test_presses_are_shown_beside_fastkv_once_all_texts_were_read(place):
     told = {"kvpress": "0.5.5", "torch": "2", "transformers": "5.2", "cpu": "a cpu", "commit": "abc"}
     cell = {"part": 0, "keep": 0.25, "asked": 10, "answer_kl": 0.25, "text_kl": 0.125, **told}
@@ -176,23 +133,6 @@ def test_text_that_goes_on_is_read_only_by_policies_that_are_missing(place, load
     text = page.PAGE.read_text()
     assert "## Onward, at 50 % removed" in text and "Texts of each source: 1;" in text
     assert text.count("| `streaming` |") == 1 and "| prose | reference | docstrings | code |" in text
-
-
-def test_times_are_of_every_policy_and_of_the_full_cache(place, loaded, monkeypatch):
-    model, tokenizer = loaded
-    monkeypatch.setattr(times, "LENGTH", 400)
-    monkeypatch.setattr(leaderboard, "ALL", ("keydiff", "streaming"))
-    told = {"torch": "2", "transformers": "5", "commit": "abc", "cpu": "a cpu"}
-    monkeypatch.setattr(times, "KEPT", (128,))
-    leaderboard.clock(model, tokenizer, told)
-    rows = rows_of(place / f"{page.TIMES}.jsonl")
-    assert [row["policy"] for row in rows] == ["full cache", "keydiff", "streaming"]
-    assert all(row["read_s"] > 0 and row["step_s"] > 0 for row in rows)
-    page.write(place, leaderboard.TABLES)
-    text = page.PAGE.read_text()
-    steps = rows_of(place / f"{page.HEADS}.jsonl")
-    assert [(row["kept"], row["batch"]) for row in steps] == [(128, 1), (128, 4)] and "uniform heads" in text
-    assert "## Time" in text and "| full cache | |  | " in text.split("## Time")[1]
 
 
 def test_heads_of_another_model(place, monkeypatch, capsys):

@@ -68,19 +68,3 @@ def test_the_page_is_what_the_results_give():
     assert results.keys() <= {one.name for one in MEASURED}
     written = (command.ROOT / command.PAGE).read_text()
     assert written == page.render(command.ROWS, results, "pictures/papers")
-
-
-def test_what_is_there_is_not_measured_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "ROOT", tmp_path)
-    monkeypatch.setattr(command, "ROWS", (row.Row("VECTOR", "Table 1", "b", "a", measure=lambda bench: {}),))
-    (tmp_path / command.RESULTS).mkdir(parents=True)
-    (tmp_path / command.RESULTS / "a.json").write_text('{"numbers": {}}')
-    with mock.patch.object(command.pretrained, "load", side_effect=AssertionError):
-        command.main([])
-    assert (tmp_path / command.PAGE).read_text().startswith("# The papers' own figures")
-
-
-def test_an_unknown_row_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        command.main(["--only", "nonsense"])
-    assert "--only knows" in capsys.readouterr().err

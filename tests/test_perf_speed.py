@@ -3,8 +3,7 @@
 import json
 import sys
 import types
-import zlib
-from dataclasses import asdict, replace
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -18,9 +17,8 @@ from perf.speed import __main__ as command
 from perf.speed import contenders, worker
 from perf.speed import contenders as models
 from perf.speed import report as speed_report
-from perf.speed.cases import PARTS, Case, interleaved, toy
-from perf.speed.contenders import Generates, KVPress
-from perf.speed.report import FIRST, STEP, Speed
+from perf.speed.cases import PARTS, Case, toy
+from perf.speed.contenders import KVPress
 from perf.speed.worker import decode, measure
 
 CPU = torch.device("cpu")
@@ -45,29 +43,7 @@ def test_cases_have_names_of_their_own_and_toys_too():
             assert toy(case).budget == 0 or toy(case).budget > 36  # sinks and recent have to fit
 
 
-def test_every_kvpress_case_stands_beside_fastkv_with_the_same_policy_budget_and_shape():
-    for cases in PARTS.values():
-        mine = {(c.model, c.context, c.batch, c.policy, c.budget, c.what) for c in cases if c.contender == "fastkv"}
-        for case in cases:
-            if case.contender == "kvpress":
-                assert (case.model, case.context, case.batch, case.policy, case.budget, case.what) in mine
-
-
 # Models: the same numbers whatever builds them.
-
-
-def test_weights_come_from_their_names_only():
-    torch.manual_seed(1)
-    one = models.build("llama-toy", CPU, torch.float32)
-    torch.manual_seed(2)
-    two = models.build("llama-toy", CPU, torch.float32)
-    key = "model.layers.1.self_attn.k_proj.weight"
-    weight = dict(one.named_parameters())[key]
-    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
-    assert torch.equal(weight, 0.02 * torch.randn(weight.shape, generator=generator))
-    assert models.checksum(one, "llama-toy") == models.checksum(two, "llama-toy")
-    two.lm_head.weight.data[5, 5] += 1e-3
-    assert models.checksum(one, "llama-toy") != models.checksum(two, "llama-toy")
 
 
 @pytest.mark.parametrize("name,tables", [("llama-toy", 1), ("gemma-3-toy", 0)])
@@ -105,21 +81,6 @@ def test_stepping_and_generating_give_the_same_tokens(case):
     assert torch.equal(position, torch.full((case.batch, 1), case.context + case.new - 1))
 
 
-@torch.no_grad()
-def test_a_static_cache_takes_the_same_steps():
-    model = models.build("llama-toy", CPU, torch.float32)
-    ids = models.prompt("llama-toy", 2, 100, CPU)
-    tokens = []
-    for case in (TOY, replace(TOY, step="compiled", block=32)):
-        contender = Generates(model, case)
-        cache = contender.new(100)
-        token = contender.read(ids, cache)[:, -1:].argmax(-1)
-        assert contender.kept(cache) == 100
-        plain = lambda t, p, cache=cache: model(t, past_key_values=cache, position_ids=p).logits  # noqa: E731
-        tokens.append(decode(plain, token, torch.full((2, 1), 100), case.room - 1))
-    assert torch.equal(*tokens)
-
-
 def test_rows_of_the_worker(threads, monkeypatch):
     monkeypatch.setitem(worker.COPY_BYTES, "cpu", 1 << 20)
     row = measure(TOY)
@@ -135,12 +96,6 @@ def test_rows_of_the_worker(threads, monkeypatch):
     flat = measure(replace(KEPT, what="flat", context=4096, block=128, batch=1))["flat"]
     assert [point["seen"] for point in flat] == [128, 256, 512, 1024, 2048, 4096]
     assert flat[0]["over_first"] == 1 and all(point["over_first"] > 0 for point in flat)
-
-
-def test_bytes_of_a_view_are_those_of_what_it_holds_on_to():
-    layer = types.SimpleNamespace(keys=torch.zeros(1, 2, 50, 16)[:, :, :3], values=torch.zeros(1, 2, 3, 16))
-    held = Generates(None, TOY).resident(types.SimpleNamespace(layers=[layer, layer]))
-    assert held == 4 * 2 * 16 * (50 + 3)
 
 
 @given(budget=st.integers(1, 4096), extra=st.integers(1, 200_000))
@@ -175,11 +130,6 @@ def test_kvpress_presses_the_prompt_and_not_the_steps(monkeypatch):
 # Runs.
 
 
-@pytest.mark.slow
-def test_a_worker_in_its_own_process():
-    assert engine.in_process("perf.speed.worker", asdict(TOY))["kept"] == 100
-
-
 def test_a_part_waits_for_kvpress_whose_logits_have_to_agree(tmp_path, monkeypatch):
     cases = [TOY, KEPT, replace(KEPT, contender="kvpress")]
     monkeypatch.setitem(PARTS, "cpu_three", cases)
@@ -210,130 +160,6 @@ def test_a_part_waits_for_kvpress_whose_logits_have_to_agree(tmp_path, monkeypat
 
 
 # The report.
-
-
-def row(part, case, step=None, first=1.0, **more):
-    """A made-up row; `step` in milliseconds."""
-    own = {"first_s": first, "weight_bytes": 10**7, "cache_bytes": 2 * 10**6, "copy_gbps": 12.0, "kept": case.budget}
-    if step is not None:
-        own |= {"ms": {"p20": step - 0.1, "p50": step, "p80": step + 0.1}, "tokens_per_s": case.batch / step * 1e3}
-    versions = {"torch": "2.0", "transformers": "5.0", "kvpress": "0.5"}
-    return {"part": part, "id": case.name, **case.as_row(), **own, "peak_bytes": 2**20, "versions": versions, **more}
-
-
-def long(contender, context=16_384, **more):
-    policy = {} if contender == "full" else {"policy": "keydiff", "budget": 512}
-    return Case("llama-small", contender, context, 4, **policy | more)
-
-
-def files(*rows):
-    """Result files as the report reads them."""
-    parts = {}
-    for one in rows:
-        file = parts.setdefault(f"speed_{one['part']}", {"environment": FACTS, "complete": True, "rows": []})
-        file["rows"].append({key: value for key, value in one.items() if key != "part"})
-    return parts
-
-
-MADE_UP = files(
-    row("cpu_context", long("full"), 100.0, first=8.0),
-    row("cpu_context", long("fastkv", block=512), 4.0, first=6.0),
-    row("cpu_context", long("fastkv"), 5.5, first=9.0),
-    row("cpu_context", long("kvpress"), 5.0, first=10.0),
-    row("cpu_context", long("full", 8192), 50.0),
-    row("cpu_context", long("fastkv", 8192, block=512), 4.0, first=2.0),
-    row("cpu_context", long("kvpress", 8192), 4.0, first=5.0),
-    row("cpu_generate", long("fastkv", 8192, block=512, what="generate"), generate_s=4.0, tokens_per_s=9.0),
-    row("cpu_generate", long("kvpress", 8192, what="generate"), generate_s=7.0, tokens_per_s=9.0),
-    row("cpu_flat", long("fastkv", 131_072, what="flat"), flat=[
-        {"seen": n, "ms": {"p50": t}, "over_first": t / 4.0} for n, t in ((4096, 4.0), (8192, 4.1), (131_072, 3.8))
-    ]),
-    row("cpu_long", long("kvpress", 32_768), skipped="Error: a | b"),
-)  # fmt: skip
-
-
-def test_rounds_of_a_case_become_one_row_of_medians():
-    cases = interleaved([long("fastkv"), long("kvpress")])
-    assert [(case.contender, case.round) for case in cases] == [
-        (w, n) for n in (1, 2, 3) for w in ("fastkv", "kvpress")
-    ]
-    assert [case.name.endswith(f"-round{case.round}") for case in cases] == [False] * 2 + [True] * 4
-    times = (4.0, 9.0, 5.0, 7.0, 8.0, 6.0)  # medians: 5 and 7
-    rows = [row("cpu_context", case, ms, first=10 * ms) for case, ms in zip(cases, times)]
-    speed = Speed(files(*rows, row("cpu_context", long("full"), 100.0)))
-    assert [(r["contender"], r["rounds"], STEP.read(r), FIRST.read(r)) for r in speed.rows] == [
-        ("fastkv", 3, 5.0, 50.0),
-        ("kvpress", 3, 7.0, 70.0),
-        ("full", 1, 100.0, 1.0),
-    ]
-    [pair] = speed.pairs("kvpress", what="decode")
-    assert STEP.ratio(*pair) == pytest.approx(5 / 7)
-    walks = interleaved([Case("llama-small", "fastkv", 8192, 1, "keydiff", 512, what="flat")])
-    points = [[{"seen": n, "ms": {"p50": ms * n}, "over_first": ms / n} for n in (1, 2)] for ms in (3.0, 1.0, 2.0)]
-    [one] = Speed(files(*(row("cpu_flat", case, flat=flat) for case, flat in zip(walks, points)))).rows
-    assert one["flat"] == points[2]
-
-
-def test_pairs():
-    speed = Speed(MADE_UP)
-    found = [(pair[0]["block"], STEP.ratio(*pair)) for pair in speed.pairs("kvpress", what="decode", context=16_384)]
-    assert found == [(512, 0.8), (None, 1.1)]
-    assert len(list(speed.pairs("full", what="decode"))) == 3 and len(speed.failed) == 1
-    captured = files(
-        row("p", long("full", step="compiled"), 8.0),
-        row("p", long("full"), 9.0),
-        row("p", long("fastkv", step="captured"), 2.0, first=0.5),
-        row("p", long("kvpress"), 3.0),
-    )
-    pairs = list(Speed(captured).pairs("full"))
-    assert [STEP.ratio(*pair) for pair in pairs] == [0.25] and FIRST.ratio(*pairs[0]) == 0.5
-    assert not list(Speed(captured).pairs("kvpress"))
-    for one in captured["speed_p"]["rows"]:
-        one["what"] = "generate"
-    assert len(list(Speed(captured).pairs("kvpress"))) == 1
-
-
-def test_what_is_slower_is_named():
-    text = speed_report.slower(Speed(MADE_UP))
-    assert "- time per step, against the full cache: less everywhere (3 comparisons).\n" in text
-    assert "- time per step, against kvpress: more at 1 of 3; worst 1.10x (fastkv keydiff 512, llama-small" in text
-    assert "- time to first token, against the full cache: more at 2 of 3; worst 2.00x" in text
-
-
-def write(folder, content):
-    folder.mkdir(exist_ok=True)
-    for name, file in content.items():
-        (folder / f"{name}.json").write_text(json.dumps(file))
-
-
-def test_the_report_has_tables_plots_and_commands(tmp_path):
-    write(tmp_path, MADE_UP)
-    text = report.write(tmp_path).read_text()
-    for line in (
-        "| llama-small | 16384 | 4 | fastkv keydiff, blocks | 512 | 6.00 | 4.00 (3.90-4.10) | 1000 | 1.00 | 25.0x |",
-        "| llama-small | 8192 | 4 | kvpress keydiff | 512 | 128 | 7.00 | 9 | 1.0 |",
-        "| llama-small | fastkv keydiff | 131072 | 3.800 | -5.0% |",
-        "| cpu_long | decode-llama-small-n32768-b4-kvpress-keydiff-512 | Error: a / b |",
-        "`python -m perf.speed --parts cpu_context --kvpress-python PATH`",
-    ):
-        assert line in text, line
-    for name in ("speed_cpu_context", "speed_cpu_context_memory", "speed_cpu_flat"):
-        assert (tmp_path / f"{name}.png").stat().st_size > 1000 and f"({name}.png)" in text
-
-
-def test_sections_go_between_their_markers_and_nowhere_else(tmp_path):
-    page, front = tmp_path / speed_report.PAGE, tmp_path / "README.md"
-    page.parent.mkdir()
-    page.write_text(f"# A\n\n{speed_report.BEGIN}\nold\n{speed_report.END}\n\n## B\n")
-    front.write_text(f"{speed_report.FRONT_BEGIN}\nold\n{speed_report.FRONT_END}\n")
-    for _ in range(2):
-        speed_report.write_sections(MADE_UP, tmp_path)
-        assert page.read_text() == f"# A\n\n{speed_report.section(MADE_UP)}\n\n## B\n"
-        assert front.read_text() == speed_report.front(MADE_UP) + "\n"
-    page.write_text("# A\n")
-    with pytest.raises(SystemExit, match="needs these two lines"):
-        speed_report.write_sections(MADE_UP, tmp_path)
-    assert "Not measured yet" in speed_report.section({})
 
 
 def test_pages_say_what_was_measured():

@@ -7,8 +7,17 @@ import pytest
 from fastkv import FastKVError, policies
 from fastkv.policies import H2O, CriticalKV, DuoAttention, KVzip, MomentKV, PyramidKV, TriAttention
 
+from .models import raises
+
 NAN = math.nan
 REFUSED = {
+    "keydiff": [
+        ({"anchr": "mean"}, "no hyper-parameter anchr"),
+        ({"anchor": "mode"}, "anchor must be one of"),
+        ({"anchor": "pairwise", "distance": "dot"}, "cosine only"),
+        ({"sliding_window": 1.2}, "share in"),
+    ],
+    "snapkv": [({"pool": 4}, "odd width")],
     "manifold": [
         ({"window": 0}, "window must be an integer of at least 1, got 0"),
         ({"metric": "l3"}, "metric must be one of l2, l1, linf, cosine"),
@@ -53,7 +62,11 @@ REFUSED = {
         ({"first": 1.5}, "first must be in"),
         ({"epsilon": 0.0}, "epsilon above 0"),
     ],
-    "momentkv": [({"residual_order": 2}, "residual_order must be 0 or 1, got 2")],
+    "momentkv": [
+        ({"residual_order": 2}, "residual_order must be 0 or 1, got 2"),
+        ({"chunk": 0}, "chunk must be an integer of at least 1"),
+        ({"rounds": 0}, "momentkv: rounds must be an integer of at least 1"),
+    ],
 }
 DEFAULTS = {
     "manifold": {"window": None},
@@ -77,8 +90,7 @@ DEFAULTS = {
     "name, hyper, match", [(name, *case) for name, cases in REFUSED.items() for case in cases], ids=str
 )
 def test_what_is_refused(name, hyper, match):
-    with pytest.raises(FastKVError, match=match):
-        policies.get(name, **hyper)
+    raises(match, policies.get, name, **hyper)
 
 
 @pytest.mark.parametrize("name", DEFAULTS)

@@ -149,16 +149,6 @@ def test_every_head_keeps_a_fifth_of_the_mean(block, tokens, least):
     assert cache.layers[0].state.exact["positions"][0, 1, :least].sort().values.tolist() == [*range(50 - least, 50)]
 
 
-def test_ragged_output_is_the_uniform_output_where_nothing_is_evicted():
-    for block in (None, 16):
-        uniform, adaptive = build(), build()
-        ids, mask = prompt()
-        large = {"tokens": 200, "sinks": 2, "recent": 4}
-        fastkv.patch(uniform, "snapkv", fastkv.Budget(**large), prefill_block=block)
-        fastkv.patch(adaptive, "snapkv", fastkv.Budget(**large, heads="adaptive"), prefill_block=block)
-        assert torch.equal(generate(uniform, ids, mask, new=30), generate(adaptive, ids, mask, new=30))
-
-
 def test_refusals_of_combinations():
     for name in ("tova", "duoattention", "lagkv"):
         raises("do not compare between heads", fastkv.patch, build(), name, small(heads="adaptive"))

@@ -14,7 +14,7 @@ from fastkv.reference import Moments, Recovery, Slots
 from .conftest import examples
 from .pairwise import covering
 from .states import BACKENDS, assert_same, copied, deal, in_slab, make_spec, make_state, splits
-from .test_properties import SCORES, attention_of, best, moments_of
+from .test_properties import SCORES, best, moments_of
 
 HEADS, G, D, SCALE = 3, 2, 16, 0.3
 
@@ -99,35 +99,6 @@ def test_decoding_equals_that_on_equal_slots(backend, step, keyless, owned, orde
     assert_same(state, same, but=["exact.attention", "approx.attention"])
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("order", [None, 0, 1])
-def test_a_key_without_value_attends_as_a_pair_with_what_the_map_makes_of_it(order, softcap):
-    """Of all tokens together in float64, and so does what its slot receives."""
-    torch.manual_seed(order or 0)
-    state, (q, k, v) = layer([[6, 3, 9]], 1, keyless=[[4, 0, 7]]), token(1)
-    state.moments, left = evicted(1)
-    before = copied(state)
-    out, retained, gone = ops.decode_step(q, k, v, state, make_spec(SCALE, softcap, order, backend="reference"))
-    cos, sin = (table.double() for table in (state.recovery.cos, state.recovery.sin))
-    for head in range(HEADS * G):
-        h = head // G
-        held, extra = int(before.exact.lengths[0, h]), int(before.approx.lengths[0, h])
-        pairs = [*zip(before.exact.keys[0, h, :held], before.exact.values[0, h, :held]), (k[0, h, 0], v[0, h, 0])]
-        for key, place in zip(before.approx.keys[0, h, :extra], before.approx.positions[0, h].tolist()):
-            first, second = key.double().chunk(2)
-            turned = cos[place] * first + sin[place] * second, cos[place] * second - sin[place] * first
-            pairs.append((key, torch.cat(turned) @ state.recovery.weight[h].double()))
-        want, weights, mass, lost = attention_of(q[0, head], pairs, left[0][h], SCALE, softcap, order, value_dim=D)
-        torch.testing.assert_close(out[0, head].double(), want, atol=2e-5, rtol=2e-5)
-        assert float(retained[0, head].exp()) == pytest.approx(mass, rel=1e-4)
-        assert float(gone[0, head].exp()) == pytest.approx(lost, rel=1e-4)
-        received = torch.tensor(weights) / G
-        before.exact.attention[0, h, : held + 1] += received[: held + 1]
-        before.approx.attention[0, h, :extra] += received[held + 1 :]
-    for mine, theirs in zip(state.tiers.values(), before.tiers.values()):
-        torch.testing.assert_close(mine.attention, theirs.attention, atol=2e-6, rtol=1e-5)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_full_head_stores_nothing(backend):
     starts, size = deal([[4, 2, 3], [1, 5, 2]])
@@ -144,34 +115,6 @@ def test_a_full_head_stores_nothing(backend):
         assert torch.equal(now, then)
     assert lengths.tolist() == [[4, 2, 2], [1, 1, 2]]
     assert seen.tolist() == [12, 12]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_steps_share_scratch(backend):
-    """Several steps with one scratch equal those without; the first tokens go into empty heads."""
-    starts, size = deal([[7, 6, 80], [6, 70, 6]])
-    moments, _ = evicted(2)
-    q = normal(2, HEADS * G, D)
-    token = [normal(2, HEADS, 1, D), normal(2, HEADS, 1, D)]
-    slabs = [normal(2, size, D), normal(2, size, D), torch.zeros(2, size, dtype=torch.int32)]
-    lengths = torch.tensor([[0, 0, 70], [0, 60, 0]], dtype=torch.int32)
-    state = make_state(*slabs[:2], lengths, slabs[2], torch.tensor([75, 75]), moments, starts=starts, limit=80)
-    state.exact.attention = torch.zeros(2, size)
-    spec = make_spec(SCALE, order=1, backend=backend)
-    with splits(4):
-        scratch = ops.workspace(HEADS * G, state, spec)
-    assert len(scratch) == (5 if backend == "triton" else 0)
-    runs = []
-    for room in (scratch, []):
-        run, outs = copied(state), []
-        run.scratch = room
-        for _ in range(4):
-            with splits(4):
-                outs += ops.decode_step(q, *token, run, spec)
-        runs.append((*outs, *(tensor for _, tensor in run.named_tensors())))
-    assert all(torch.equal(a, b) for a, b in zip(*runs))
-    if scratch:
-        assert not scratch[3].any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

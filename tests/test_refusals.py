@@ -67,27 +67,6 @@ def test_bad_budgets(case):
     raises(expected, Budget, **options)
 
 
-def test_bytes_too_few_for_the_model():
-    raises("give at least", fastkv.patch(build(), budget=Budget(bytes=2_000)), prompt()[0])
-
-
-HYPER = {
-    "unknown": (("keydiff", {"anchr": "mean"}), "no hyper-parameter anchr"),
-    "anchor": (("keydiff", {"anchor": "mode"}), "anchor must be one of"),
-    "pairwise": (("keydiff", {"anchor": "pairwise", "distance": "dot"}), "cosine only"),
-    "window": (("keydiff", {"sliding_window": 1.2}), "share in"),
-    "pool": (("snapkv", {"pool": 4}), "odd width"),
-    "chunk": (("momentkv", {"chunk": 0}), "chunk must be an integer of at least 1"),
-    "rounds": (("momentkv", {"rounds": 0}), "momentkv: rounds must be an integer of at least 1"),
-}
-
-
-@pytest.mark.parametrize("case", HYPER)
-def test_bad_hyper_parameters(case):
-    (name, hyper), expected = HYPER[case]
-    raises(expected, fastkv.policies.get, name, **hyper)
-
-
 def meta_model():
     with torch.device("meta"):
         return build()

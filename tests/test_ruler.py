@@ -13,7 +13,7 @@ import fastkv
 from fastkv import FastKVError
 from fastkv.lab import needles, ruler
 from fastkv.lab.harness import TASK_FILES
-from fastkv.lab.ruler import NOISE, SENTENCES, Request, Units, english_words, longest, prose, scatter, string_match_all
+from fastkv.lab.ruler import NOISE, SENTENCES, Request, longest, prose, scatter, string_match_all
 
 from .conftest import examples
 from .toy import placed
@@ -134,18 +134,6 @@ def essay_or_lines(task):
     return "lines" if task in ("niah_single_1", "niah_multikey_2", "niah_multikey_3") else "essay"
 
 
-def test_random_depths_are_those_of_forty_places_and_true():
-    seen = set()
-    for index in range(60):
-        sample = ruler.generate("niah_single_1", by_words, 900, index=index)
-        lines = sample.context.split("\n")
-        (depth,), (needle,) = sample.metadata["depths"], sample.metadata["needles"]
-        assert lines.index(needle) == round(depth * sample.metadata["units"])
-        assert abs(39 * depth - round(39 * depth)) < 1e-9
-        seen.add(round(39 * depth))
-    assert len(seen) > 20 and min(seen) < 6 and max(seen) > 33
-
-
 @settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 12), st.lists(st.floats(0, 1), max_size=6))
 def test_scatter(units, depths):
@@ -158,11 +146,6 @@ def test_scatter(units, depths):
     for one, other in pairwise(range(len(depths))):
         if round(depths[one] * units) == round(depths[other] * units):
             assert out.index(hidden[one]) < out.index(hidden[other])
-
-
-def test_units_are_made_once_and_kept():
-    units = Units(iter(range(10)))
-    assert units.take(3) == [0, 1, 2] and units.take(5) == [0, 1, 2, 3, 4] and units.take(2) == [0, 1]
 
 
 def test_variable_tracking():
@@ -203,18 +186,6 @@ def test_common_words(length, often, seldom):
     assert not set(counts) & set(re.findall(r"\d+\. (\w+)", example)), "the worked example has other words"
     best = Counter(re.findall(r"\d+\. (\w+)", example)).most_common(10)
     assert set(example.split("most often are ")[1].split(".")[0].split(", ")) == set(dict(best))
-
-
-def test_no_word_of_a_long_list_gives_itself_away():
-    """The share of coined words is the same among common and other words, within four standard errors."""
-    english, common, others = set(english_words()), [], []
-    assert len(english) > 250 and not any(one != other and one in other for one in english for other in english)
-    for index in range(20):
-        sample = ruler.generate("cwe", by_words, 8000, index=index)
-        common += [word in english for word in sample.answers]
-        others += [word in english for word in set(sample.metadata["counts"]) - set(sample.answers)]
-    share, of_common = sum(others) / len(others), sum(common) / len(common)
-    assert 0 < share < 1 and abs(share - of_common) < 4 * (share * (1 - share) / len(common)) ** 0.5
 
 
 @pytest.mark.parametrize("length", [170, 500, 3000, 20000])
@@ -297,27 +268,17 @@ def test_the_metric_by_hand(prediction, answers, share):
     assert string_match_all(prediction, answers) == share
 
 
-def test_a_grid_refuses(bundled):
-    for arguments, message in (
-        ({"task": "vt"}, "expected one of the tasks"),
-        ({"lengths": (20,)}, "needs at least"),
-    ):
-        with pytest.raises(FastKVError, match=message):
-            needles.grid(*bundled, **{"lengths": (200,), "depths": (0.5,), **arguments})
-
-
 @pytest.mark.parametrize("question", ["seen", "later"])
 def test_grid_on_the_toy(question, bundled, tmp_path, monkeypatch):
     """The full cache finds every depth; 4 sinks and 60 recent tokens only what stands right before the question."""
+    lengths, depths, calls = (192, 256), (0.0, 0.5, 1.0), []
     model, tokenizer = bundled
     monkeypatch.setattr(needles, "needle", lambda task, tokenizer, *where: placed("facts", *where[:2], sum(where[2:4])))
-    lengths, depths, calls = (192, 384), (0.0, 0.5, 1.0), []
-    full = needles.grid(model, tokenizer, lengths, depths, 3, question=question, progress=lambda: calls.append(1))
-    assert len(calls) == 18
+    full = needles.grid(model, tokenizer, lengths, depths, 1, question=question, progress=lambda: calls.append(1))
+    assert len(calls) == 6 and full.accuracy == [[1.0, 1.0]] * 3
     with fastkv.patched(model, "streaming", budget=64):
-        streaming = needles.grid(model, tokenizer, lengths, depths, 3, question=question)
-    assert sum(map(sum, full.accuracy)) >= 6 - 1 / 3 - 1e-9
-    assert streaming.accuracy[:2] == [[0.0, 0.0], [0.0, 0.0]] and min(streaming.accuracy[2]) >= 2 / 3
+        streaming = needles.grid(model, tokenizer, lengths, depths, 1, question=question)
+    assert streaming.accuracy == [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
 
     needles.write_plot(streaming, tmp_path / "grid.png", "streaming")
     assert (tmp_path / "grid.png").read_bytes()[:4] == b"\x89PNG"

@@ -54,20 +54,12 @@ def test_the_package_runs_and_fetches_nothing():
     assert [(path.name, *found) for path in FILES if (found := list(forbidden(path.read_text())))] == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import urllib.request",
-        "from pickle import loads",
-        "from os import system",
-        "import os\nos.execv('x', [])",
-        "run = exec",
-        "import torch\ntorch.load('x')",
-        "f(trust_remote_code=True)",
-    ],
-)
-def test_the_scan_finds_what_it_looks_for(text):
-    assert len(list(forbidden(text))) == 1
+def test_the_scan_finds_what_it_looks_for():
+    for text in (
+        *("import urllib.request", "from pickle import loads", "from os import system", "os.execv('x', [])"),
+        *("run = exec", "torch.load('x')", "f(trust_remote_code=True)"),
+    ):
+        assert len(list(forbidden(text))) == 1, text
 
 
 def test_dynamic_imports_name_modules_of_the_package():

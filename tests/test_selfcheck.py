@@ -13,10 +13,8 @@ from fastkv.integrations.transformers.selfcheck import unchanged
 from fastkv.integrations.transformers.stock import CACHE
 
 from .families import tiny as families
-from .models import build, generate, prompt, raises
-from .pairwise import covering
+from .models import build, prompt, raises
 from .test_exact import snapshot
-from .test_policy_matrix import small
 from .test_vector_cache import mapping
 
 LAYERS, HKV, D = 4, 2, 16
@@ -76,23 +74,6 @@ def test_keys_are_turned_back(kind):
         torch.testing.assert_close(rotary.unrotate(cached, positions), before, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind, dtype", covering(TURNING, [torch.bfloat16, torch.float16], together=1))
-def test_half_precision_shows_the_same(kind, dtype):
-    model = tiny(kind)
-    exact = rotations(model, range(LAYERS))
-    for layer, rotary in rotations(model.to(dtype), range(LAYERS)).items():
-        assert (rotary.interleaved, rotary.start, rotary.size) == (exact[layer].interleaved, 0, exact[layer].size)
-        torch.testing.assert_close(rotary.frequencies, exact[layer].frequencies, rtol=1e-2, atol=0)
-
-
-def test_layers_that_turn_alike_share_one_object():
-    """Each type of layer has its own embedding."""
-    found = rotations(tiny("cohere2"), range(LAYERS))
-    assert found[0] is found[2] and found[1] is found[3] and found[0] is not found[1]
-    found = rotations(tiny("gemma3_text"), range(LAYERS))
-    assert found[0].frequencies[1] > 1.5 * found[1].frequencies[1]
-
-
 def test_massive_channels_hide_nothing():
     """A bias of a thousand in a slow pair, as Qwen has, does not make the other pairs count for nothing."""
     model = build("qwen2")
@@ -106,12 +87,6 @@ def test_latent_attention_turns_the_end_of_its_keys():
     """What is cached as values is the turned part of the key, which all heads share."""
     for rotary in rotations(build("deepseek_v3", "eager"), range(LAYERS)).values():
         assert (rotary.start, rotary.size, rotary.interleaved) == (-8, 8, False)
-
-
-def test_sinks_do_not_disturb():
-    model = tiny("gpt_oss")
-    for dtype in (torch.float32, torch.bfloat16):
-        assert all(rotary.size == D for rotary in rotations(model.to(dtype), range(LAYERS)).values())
 
 
 def test_a_rotation_that_nothing_explains_is_refused_by_its_layer():
@@ -167,16 +142,6 @@ def test_a_model_is_put_back_after_an_error():
         del model.config
         raise ZeroDivisionError
     assert snapshot(model) == before and model.config.model_type == "llama"
-
-
-def test_a_cache_asks_nothing_of_the_model(monkeypatch):
-    """Rotations are found once, at patch."""
-    model = fastkv.patch(build("gemma3"), "compactor", 64)
-    held = model._fastkv_config.rotations
-    monkeypatch.setattr(fastkv.integrations.transformers.selfcheck, "rotations", None)
-    cache = model(prompt()[0]).past_key_values
-    assert {layer: cache.layers[layer].cache.rule.rotary for layer in (1, 3)} == held
-    assert held[1] is held[3]
 
 
 class Shrinking(LlamaAttention):
@@ -269,13 +234,3 @@ def test_vector_refuses_what_its_kernels_do_not_turn(kind, turned):
     with pytest.raises(FastKVError, match=f"dimensions are turned in halves, got {turned} in layer 0"):
         fastkv.patch(model, "keydiff", 64, correction="vector", vector=mapping(model))
     assert snapshot(model) == before
-
-
-def test_vector_has_tables_for_each_way_of_turning():
-    model = tiny("smollm3", layer_types=["full_attention"] * LAYERS, sliding_window=None)
-    model.config.model_type = "llama"
-    fastkv.patch(model, "keydiff", small(), correction="vector", vector=mapping(model), evict_every=4)
-    cache = generate(model, *prompt(), return_dict_in_generate=True).past_key_values
-    sines = [cache.layers[layer].state.recovery.sin for layer in range(LAYERS)]
-    assert sines[0] is sines[2] and sines[1] is sines[3]
-    assert sines[0].any() and not sines[1].any() and sines[1].shape[1] == D // 2

@@ -178,17 +178,6 @@ def test_a_page_that_is_read_from_is_not_given_away_in_that_step():
     assert pool.get_new_blocks(1)[0].block_id == source and not prefixes.kept
 
 
-def test_a_request_does_without_where_the_last_free_page_is_the_one_it_would_read():
-    pool, contents = Pool(3), {}
-    prefixes = Prefixes(pool, 2)
-    read(prefixes, pool, contents, "a1")
-    taken = pool.get_new_blocks(1)
-    assert list(prefixes.kept) == [("a", "1")] and pool.get_num_free_blocks() == 1
-    assert read(prefixes, pool, contents, "a1x") == 0 and not prefixes.kept
-    pool.free_blocks(taken)
-    assert read(prefixes, pool, contents, "a1x") == 0
-
-
 def test_what_a_step_reached_is_found_in_the_next_before_it_is_kept():
     pool, contents = Pool(4), {}
     prefixes, first = Prefixes(pool, 2), Request(tuple("a1"), 1)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import GptOssConfig, GptOssForCausalLM
 
 import fastkv
 from fastkv import Budget, FastKVError, ops, reference
@@ -13,9 +12,7 @@ from fastkv.cache.wrappers import HeldPrompt
 from fastkv.config import Config
 from fastkv.reference import Moments
 
-from .models import COMMON, generate, prompt
 from .states import make_spec, make_state, randn
-from .test_module import compare, fresh
 
 B, HQ, HKV, D = 2, 6, 2, 16
 F64 = torch.float64
@@ -75,12 +72,6 @@ def test_a_step(evicted):
         assert torch.equal(mine, plain)  # sinks are neither retained nor evicted
 
 
-def test_a_step_with_nothing_to_see():
-    q, state = randn(B, HQ, D), held(3, [[0, 0], [0, 0]])
-    out, *lses = reference.decode_step(q, None, None, state, make_spec(0.3))
-    assert not out.any() and all((lse == float("-inf")).all() for lse in lses)
-
-
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_a_block(backend):
     num = 5
@@ -124,15 +115,6 @@ def test_a_second_reading():
     most = torch.maximum(*received)
     torch.testing.assert_close(held.reread.received[0], most[0], check_dtype=False)
     torch.testing.assert_close(held.reread.received[1], most[1].roll(-3, -1), check_dtype=False)
-
-
-def test_attention_of_chunks():
-    q, keys = randn(B, HQ, 7, D), randn(B, HKV, 7, D, seed=1)
-    mass = reference.noncausal_attention_mass(q, keys, 0.3, 4, sink_logits=SINKS)
-    for chunk in (slice(0, 4), slice(4, 7)):
-        every = torch.ones(B, 1, 1, 1, dtype=torch.bool)
-        _, weights = truth(q[:, :, chunk], keys[:, :, chunk], keys[:, :, chunk], every, SINKS)
-        torch.testing.assert_close(mass[..., chunk], shares(weights).sum(2))
 
 
 def layer(backend="auto", budget=SMALL, chosen="snapkv", correction="auto", block=None):
@@ -196,61 +178,3 @@ def test_sinks_belong_to_the_model_and_not_to_the_state():
 def test_a_module_refuses_other_numbers_of_sinks():
     with pytest.raises(FastKVError, match="sink_logits"):
         fastkv.FastKVAttention(HQ, HKV, D, sink_logits=torch.zeros(HKV))
-
-
-def gpt_oss():
-    """Two full layers between two that slide, and sinks that take a good share."""
-    options = {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16}
-    config = GptOssConfig(
-        **options, layer_types=["sliding_attention", "full_attention"] * 2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )  # fmt: skip
-    config._attn_implementation = "eager"
-    torch.manual_seed(0)
-    model = GptOssForCausalLM(config).eval()
-    for one in model.model.layers:
-        one.self_attn.sinks.copy_(torch.randn(4))
-    return model
-
-
-@pytest.mark.parametrize("block", [None, 13])
-def test_gpt_oss_with_room_for_everything(block):
-    model = gpt_oss()
-    ids, mask = prompt()
-    real, positions = mask.bool(), (mask.cumsum(-1) - 1).clamp(min=0)
-    stock = model(ids, attention_mask=mask, position_ids=positions).logits
-    tokens = generate(model, ids, mask)
-    fastkv.patch(model, budget=500, prefill_block=block)
-    got = model(ids, attention_mask=mask, position_ids=positions).logits
-    torch.testing.assert_close(got[real], stock[real], atol=1e-4, rtol=0)
-    assert torch.equal(generate(model, ids, mask), tokens)
-    fastkv.unpatch(model)
-    assert torch.equal(model(ids, attention_mask=mask, position_ids=positions).logits[real], stock[real])
-
-
-@pytest.mark.parametrize("chosen", ["momentkv", "h2o", "compactor", "kvzip", "fastkv", "tova"])
-def test_gpt_oss_evicts(chosen):
-    """Finite, no token lost, and the same on the reference and on the fast CPU path."""
-    model = gpt_oss()
-    ids, mask = prompt()
-    found = []
-    for backend in ("reference", "cpu"):
-        with fastkv.patched(model, chosen, SMALL, evict_every=5, backend=backend):
-            out = generate(model, ids, mask, new=15, return_dict_in_generate=True, output_logits=True)
-        cache = out.past_key_values
-        for index in (1, 3):
-            state = cache.layers[index].state
-            assert torch.equal(state.sink_logits, model.model.layers[index].self_attn.sinks)
-            assert all(tensor.isfinite().all() for _, tensor in state.named_tensors())
-            assert (state.stored + state.moments.count == state.seen[:, None]).all()
-        assert not hasattr(cache.layers[0], "state")
-        found.append(torch.stack(out.logits))
-        assert found[-1].isfinite().all()
-    torch.testing.assert_close(*found, atol=2e-3, rtol=1e-3)
-
-
-def test_a_compiled_step():
-    """The sinks are an input of the graph; two graphs, as without them."""
-    sinks = torch.tensor([0.5, -2.0, 3.0, -torch.inf])
-    graphs, worst = compare(lambda: fresh("h2o", sink_logits=sinks), "aot_eager")
-    assert graphs == 2 and worst <= 1e-6

@@ -13,16 +13,14 @@ import fastkv
 from fastkv import Budget, FastKVAttention, FastKVCache, FastKVError, reference
 from fastkv.cpu import compiled as compilation
 from fastkv.cpu import slots as compiled_slots
-from fastkv.lab.equal_bytes import layer_token_bytes
 from fastkv.reference import FORMATS, FP8, INT4, INT8, PLAIN, rotated, step_of
 
 from .conftest import examples
 from .models import build
 from .pairwise import covering
 from .states import compiled_step
-from .test_policy_matrix import EVERY, small, two_turns
+from .test_policy_matrix import EVERY, small
 from .test_saved import assert_same, contents, go_on, read_prompt
-from .toy import load, make_questions
 
 B, HQ, HKV, D = 2, 4, 2, 64
 WIDE = {"head_dim": 32}  # what groups of four bits need
@@ -348,21 +346,6 @@ def test_refusals():
 
 
 @pytest.mark.parametrize(
-    "name,slots,heads,block",
-    [
-        ("compactor", "int8", "uniform", 16),
-        ("kvzip", "fp8", "adaptive", None),
-        ("momentkv", "int4", "uniform", None),
-        ("h2o", "k8v4", "adaptive", 16),
-    ],
-)
-def test_whatever_the_format_every_token_counts(name, slots, heads, block):
-    """With policies that ask for queries, for a second reading, for moments, and for what tokens have received."""
-    cache = two_turns(build(**WIDE), name, small(heads=heads), block, slots=slots)
-    assert {layer.state.exact.format.name for layer in cache.layers} == {slots}
-
-
-@pytest.mark.parametrize(
     ("slots", "heads"), [("int8", "adaptive"), ("fp8", "uniform"), ("int4", "adaptive"), ("k8v4", "adaptive")]
 )
 def test_saved_and_forked_caches_go_on(slots, heads, tmp_path):
@@ -400,27 +383,6 @@ def test_module_is_saved_loaded_and_moved(slots, tmp_path):
         other.load_state_dict(layer.state_dict())
 
 
-# Centroids of the same tokens take as many bytes whatever the slots hold.
-MORE = {
-    "none": {"int8": 1.92, "fp8": 1.92, "int4": 3.48, "k8v4": 2.4},
-    "centroids": {"int8": 1.82, "fp8": 1.82, "int4": 3.04, "k8v4": 2.2},
-}
-
-
-@pytest.mark.parametrize(("correction", "slots"), [(one, name) for one in MORE for name in CODED])
-def test_a_budget_of_bytes_keeps_more_tokens(slots, correction):
-    kept = {}
-    for name in ("model", slots):
-        budget = Budget(bytes=1 << 20, sinks=2, recent=4)
-        layer = FastKVAttention(4, 2, 128, "keydiff", budget, evict_every=1, slots=name, correction=correction)
-        layer.allocate(1, dtype=torch.bfloat16)
-        assert layer.cache.nbytes() <= 1 << 20
-        each = layer_token_bytes(layer.cache)
-        assert layer.cache.nbytes() > (1 << 20) - each
-        kept[name] = layer.cache.rule.layout.total
-    assert kept[slots] > MORE[correction][slots] * kept["model"]
-
-
 @pytest.mark.parametrize("slots", ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8"))])
 def test_compiled_steps_are_eager_steps(slots):
     one, other = (module(slots, policy="snapkv", correction="centroids") for _ in range(2))
@@ -432,35 +394,6 @@ def test_compiled_steps_are_eager_steps(slots):
     for at in range(28, 40):
         token = [part[:, :, at : at + 1] for part in (q, k, v)]
         assert torch.allclose(compiled(*token), one(*token), atol=1e-5)
-
-
-@pytest.mark.parametrize("read", ["later", pytest.param("whole", marks=pytest.mark.slow)])
-def test_eight_bits_cost_the_bundled_model_nothing(read):
-    """int8 with the same tokens: KL within 2 % of bf16's, or 1e-4 nats."""
-    model, tokenizer = load(dtype=torch.bfloat16)
-    questions = make_questions(tokenizer, "facts", 512, 4, 31)
-    full, found = feed_answers(model, questions, read), {}
-    for slots in ("model", "int8"):
-        with fastkv.patched(model, "fastkv", Budget(tokens=96, sinks=4, recent=16), slots=slots):
-            kept = feed_answers(model, questions, read)
-        found[slots] = (full.exp() * (full - kept)).sum(-1).mean().item()
-    assert found["int8"] <= max(1.02 * found["model"], found["model"] + 1e-4)
-
-
-@torch.no_grad()
-def feed_answers(model, questions, read):
-    """Log-probabilities of next tokens, [N, A, V] float64, while the reference answers are fed."""
-    parts = [questions.prompts]
-    if read == "later":
-        parts = list(questions.prompts.tensor_split([questions.prompts.shape[1] - questions.question], 1))
-    cache = None
-    for part in parts:
-        out = model(part, past_key_values=cache, logits_to_keep=1, use_cache=True)
-        cache = out.past_key_values
-    logits = [out.logits[:, -1]]
-    for word in questions.answers[:, :-1].split(1, 1):
-        logits.append(model(word, past_key_values=cache).logits[:, -1])
-    return torch.stack(logits, 1).double().log_softmax(-1)
 
 
 def test_codes_do_not_depend_on_autocast():

@@ -1,31 +1,26 @@
-"""Kernels give the same bits whatever the order of their programs, whoever merges and whatever scratch held before.
+"""Launches that share memory between programs: the same bits are wanted in any order of them, whoever merges.
 
-Launches run in the interpreter under `tests.simulator`, which draws an order from a number, interleaves programs and
-looks for races. Every order starts from the same state with scratch that is full of other garbage, except for tickets,
-which the launch before has to leave at zero.
+Every order starts from the same state with scratch that is full of other garbage, except for tickets, which the launch
+before has to leave at zero.
 """
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.runtime import interpreter
 
-from fastkv import ops
 from fastkv.kernels import compact as compact_module
 from fastkv.kernels import evict as evict_module
 from fastkv.kernels import operations
-from fastkv.kernels._launch import INTERPRET
 from fastkv.reference import Centroids, LayerState, Moments, Recovery, Selection, Slots
 
-from .simulator import Race, poison, simulated
-from .states import (
+from ..states import (
     Workspace,
     copied,
     deal,
@@ -38,17 +33,25 @@ from .states import (
     splits,
     uninitialised_is_nan,
 )
-from .test_ops import CASES as OPERATORS
 
-pytestmark = pytest.mark.skipif(not INTERPRET, reason="programs are simulated in Triton's interpreter only")
-
-ORDERS = [4, pytest.param(200, marks=pytest.mark.slow)]
 BATCH, HEADS, G = 2, 2, 2
 OWNED = [[3, 9], [8, 1]]  # slots per (sequence, head)
 LENGTHS = torch.tensor([[0, 7], [8, 0]], dtype=torch.int32)
 APPROX_OWNED = [[4, 1], [9, 2]]
 APPROX_LENGTHS = torch.tensor([[4, 0], [9, 1]], dtype=torch.int32)
 SCALE = 0.3
+
+
+def poison(tensors: list[Tensor], seed: int) -> None:
+    """Fill tensors with what nobody may rely on: NaN, infinity, the largest number, or any bits."""
+    source = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in tensors:
+        kind = source.randrange(4)
+        if kind == 3:
+            tensor.view(torch.uint8).random_(0, 256, generator=generator)
+        else:
+            tensor.fill_((math.nan, math.inf, torch.finfo(tensor.dtype).max)[kind])
 
 
 @dataclass
@@ -202,134 +205,3 @@ def assert_same_bits(got: dict, want: dict, order: int) -> None:
     assert got.keys() == want.keys()
     for key, one in want.items():
         assert torch.equal(*(t.contiguous().view(torch.uint8) for t in (got[key], one))), f"{key} in order {order}"
-
-
-@pytest.mark.parametrize("orders", ORDERS)
-@pytest.mark.parametrize("name", CASES)
-def test_any_order_gives_the_same_bits(name, orders):
-    problem = CASES[name]()
-    expected = problem.outcome(seed=-1)
-    for order in range(orders):
-        with simulated(order):
-            got = problem.outcome(seed=order)
-        assert_same_bits(got, expected, order)
-
-
-def operated(name: str) -> dict[str, Tensor]:
-    """Results of an operator's case and the states it has changed."""
-    torch.manual_seed(0)
-    arguments, options = OPERATORS[name]("triton")
-    with uninitialised_is_nan():
-        out = getattr(ops, name.split()[0])(*arguments, **options)
-    results = [out] if isinstance(out, Tensor) else list(out or [])
-    states = [one for one in arguments if isinstance(one, LayerState)]
-    return dict(enumerate(results)) | {key: tensor for one in states for key, tensor in one.named_tensors()}
-
-
-@pytest.mark.parametrize("orders", [1, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name", [name for name in OPERATORS if name.split()[0] not in ("decode_step", "evict", "compact")]
-)
-def test_other_operators_give_the_same_bits_in_any_order(name, orders):
-    expected = operated(name)
-    for order in range(orders):
-        with simulated(order):
-            got = operated(name)
-        assert_same_bits(got, expected, order)
-
-
-@triton.jit
-def _sum_kernel(parts_ptr, out_ptr, ticket_ptr, last_ptr, SEM: tl.constexpr, BARRIER: tl.constexpr, LATE: tl.constexpr):
-    """Program (pair, part) stores its part; the last of a pair adds them up. LATE: it stores after its ticket."""
-    pair, part = tl.program_id(0), tl.program_id(1)
-    num = tl.num_programs(1)
-    mine = parts_ptr + pair * num + part
-    if not LATE:
-        tl.store(mine, part + 1)
-    if BARRIER:
-        tl.debug_barrier()
-    taken = tl.atomic_add(ticket_ptr + pair, 1, sem=SEM)
-    if LATE:
-        tl.store(mine, part + 1)
-        tl.debug_barrier()
-    if taken == num - 1:
-        total = tl.zeros([], tl.int32)
-        for other in range(num):
-            total += tl.load(parts_ptr + pair * num + other)
-        tl.store(out_ptr + pair, total)
-        tl.store(last_ptr + pair, part)
-        tl.store(ticket_ptr + pair, 0)
-
-
-def summed(order, sem="acq_rel", barrier=True, late=False, pairs=3, parts=4):
-    """Sums and who was last, per pair."""
-    scratch, out, last = (torch.full((pairs, num), -99, dtype=torch.int32) for num in (parts, 1, 1))
-    tickets = torch.zeros(pairs, dtype=torch.int32)
-    with simulated(order):
-        _sum_kernel[pairs, parts](scratch, out, tickets, last, sem, barrier, late)
-    assert not tickets.any()
-    return out[:, 0].tolist(), last[:, 0].tolist()
-
-
-def test_every_program_is_last_and_an_order_repeats():
-    runs = [summed(order) for order in range(12)]
-    assert all(total == [10, 10, 10] for total, _ in runs)
-    for first in (0, 8):
-        for pair in range(3):
-            assert [last[pair] for _, last in runs[first : first + 4]] == [0, 1, 2, 3]
-    assert runs == [summed(order) for order in range(12)]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [dict(barrier=False), dict(sem="relaxed"), dict(sem="acquire"), dict(sem="release"), dict(late=True)],
-    ids=str,
-)
-def test_races_are_found_in_every_order(change):
-    for order in range(8):
-        with pytest.raises(Race, match=r"in no order|without a barrier"):
-            summed(order, **change)
-
-
-def test_late_stores_also_change_the_result(monkeypatch):
-    """Overtaking shows them, without looking for races."""
-    monkeypatch.setattr("tests.simulator._Launch.check", lambda launch: None)
-    sound = [summed(order, late=True)[0] == [10, 10, 10] for order in range(8)]
-    assert not any(sound[4:])
-
-
-@triton.jit
-def _copy_kernel(x_ptr, y_ptr, STRIDE: tl.constexpr, AGAIN: tl.constexpr):
-    cols = tl.arange(0, 4)
-    place = tl.program_id(0) * STRIDE + cols
-    tl.store(y_ptr + place, tl.load(x_ptr + place))
-    if AGAIN:
-        tl.store(x_ptr + place, tl.load(y_ptr + place))
-
-
-def test_the_same_numbers_stored_twice_are_a_race():
-    x, y = torch.arange(12), torch.zeros(12, dtype=torch.int64)
-    with simulated(0):
-        _copy_kernel[3,](x, y, 4, False)
-        assert torch.equal(x, y)
-        with pytest.raises(
-            Race, match=r"_copy_kernel: program \(0, 0, 0\) stores and program .* y_ptr\[3\] in no order"
-        ):
-            _copy_kernel[2,](x, y, 3, False)
-        with pytest.raises(Race, match=r"loads y_ptr\[0\], which it has stored without a barrier"):
-            _copy_kernel[1,](x, y, 4, True)
-
-
-@triton.jit
-def _failing_kernel(x_ptr):
-    tl.store(x_ptr + tl.program_id(0), 1)
-    tl.static_assert(tl.program_id(0) != 1, "as expected")
-
-
-def test_triton_is_as_before_also_after_an_error():
-    builder = interpreter.interpreter_builder
-    before = interpreter.GridExecutor, dict(vars(builder)).keys()
-    for order in range(3):
-        with pytest.raises(interpreter.InterpreterError, match="as expected"), simulated(order):
-            _failing_kernel[4,](torch.zeros(4))
-    assert (interpreter.GridExecutor, dict(vars(builder)).keys()) == before
