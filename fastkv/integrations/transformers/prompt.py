@@ -348,8 +348,8 @@ def read_again(
             after(out)
         with torch.no_grad():
             for layer, found in beside.items():
-                for name, tensor in found.items():
-                    tensor.copy_(kept[layer][name])
+                for key, tensor in found.items():
+                    tensor.copy_(kept[layer][key])
     cache.prompt = first
     for index, layer in others.items():
         cache.layers[index] = layer
