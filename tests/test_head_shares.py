@@ -13,11 +13,13 @@ from fastkv.calibration.files import describe, fingerprint
 from fastkv.calibration.head_shares import KEEPS, weights_digest
 from fastkv.integrations.transformers import calibrate
 
+from .families import tiny
 from .models import build, generate, prompt, refused
 from .pairwise import named
 from .test_vector_cache import mapping
 
 HEADS, LAYERS = 2, 4
+TEXT = torch.arange(3, 88).repeat(3)  # fits twice into the positions of a model
 
 
 def shares_of(model=None, seed=0, heads=(HEADS,) * LAYERS):
@@ -156,19 +158,19 @@ def test_the_last_point_of_a_curve_costs_nothing():
 def own():
     """A model and its shares."""
     model = build("llama")
-    return model, calibrate_heads(model, text=torch.arange(3, 90).repeat(3))
+    return model, calibrate_heads(model, text=TEXT)
 
 
 def test_calibration_is_deterministic_and_leaves_the_model_alone(own, tmp_path):
     model, shares = own
     before = generate(model, prompt()[0])
     counted = []
-    again = calibrate_heads(model, tmp_path / "heads.safetensors", torch.arange(3, 90).repeat(3), 0, counted.append)
+    again = calibrate_heads(model, tmp_path / "heads.safetensors", TEXT, 0, counted.append)
     assert torch.equal(again.table, shares.table) and again.heads == (HEADS,) * LAYERS
-    assert sum(counted) == 2 * again.tokens == 2 * 261
+    assert sum(counted) == 2 * again.tokens == 2 * 255
     assert torch.equal(generate(model, prompt()[0]), before) and "_fastkv_config" not in vars(model)
     assert all(parameter.grad is None for parameter in model.parameters())
-    other = calibrate_heads(model, text=torch.arange(3, 90).repeat(3), seed=1)
+    other = calibrate_heads(model, text=TEXT, seed=1)
     assert not torch.equal(other.table, shares.table)
 
 
@@ -196,20 +198,20 @@ def test_beside_other_layers_a_text_goes_on_and_is_not_read_again(name, again, m
         return curves(model, ids, seed, progress, behind)
 
     monkeypatch.setattr(calibrate, "curves", watched)
-    text, counted = torch.arange(3, 90).repeat(3)[None], []
+    text, counted = TEXT[None], []
     calibrate_heads(build(name), text=text[0], progress=counted.append)
     ((first, behind),) = read
-    assert torch.equal(behind, first if again else text[:, 131:]) and torch.equal(
-        first, text if again else text[:, :131]
+    assert torch.equal(behind, first if again else text[:, 128:]) and torch.equal(
+        first, text if again else text[:, :128]
     )
-    assert sum(counted) == (1 + again) * 261
+    assert sum(counted) == (1 + again) * 255
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen3_moe", "deepseek_v3"])
 def test_other_families(name):
     """Layers with sliding windows, soft-caps, experts and latents: as many shares as there are compressed heads."""
     model = build(name, "eager" if name == "gemma2" else "sdpa")
-    shares = calibrate_heads(model, text=torch.arange(3, 90).repeat(3))
+    shares = calibrate_heads(model, text=TEXT)
     fastkv.patch(model, "keydiff", Budget(tokens=24, sinks=2, recent=4, heads=shares), evict_every=4)
     ids, mask = prompt()
     cache = FastKVCache(model)
@@ -218,8 +220,19 @@ def test_other_families(name):
     assert len(stored) == sum(shares.heads) and int(stored.sum()) == 24 * len(stored)
 
 
+def test_states_that_layers_write_over():
+    assert calibrate_heads(tiny.build("qwen3_next"), text=TEXT).heads == (2, 2)
+
+
+def test_no_text_is_read_beyond_the_positions():
+    """GPT-2 has an embedding for each, and no other: they hold half as many tokens, as a text is read twice."""
+    assert calibrate_heads(tiny.build("gpt2", n_positions=300)).tokens == 2 * 150
+    assert calibrate_heads(tiny.build("gpt2", n_positions=300), text=TEXT).tokens == len(TEXT)
+    refused("128 tokens twice", calibrate_heads, tiny.build("gpt2", n_positions=250))
+
+
 def test_training_is_neither_calibrated_with_nor_changed():
-    model, ids = build("llama", attention_dropout=0.5), torch.arange(3, 90).repeat(3)
+    model, ids = build("llama", attention_dropout=0.5), TEXT
     want = calibrate_heads(model, text=ids)
     model.train()
     model.model.layers[1].eval()
@@ -231,7 +244,7 @@ def test_parts_of_a_model_are_not_calibrated(monkeypatch, tmp_path):
     """They need a file, as the heads of other processes are not there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibrate.Parallel, "of", lambda model: calibrate.Parallel(rank=0, size=2))
-    refused("tensor parallelism", calibrate_heads, build("llama"), text=torch.arange(3, 90).repeat(3))
+    refused("tensor parallelism", calibrate_heads, build("llama"), text=TEXT)
     refused("tensor parallelism", calibrate.shares_for, build("llama"), "calibrated")
 
 
@@ -242,7 +255,7 @@ def test_what_cannot_be_calibrated():
     refused("no output embeddings", calibrate_heads, model.model)
     refused("there is no directory", calibrate_heads, model, "nowhere/heads.safetensors")
     fastkv.patch(model, "keydiff", 64)
-    refused("stock model", calibrate_heads, model, text=torch.arange(3, 90).repeat(3))
+    refused("stock model", calibrate_heads, model, text=TEXT)
 
 
 @pytest.mark.parametrize("size", [{}, {"slots": "int8", "prefill_block": 16}], ids=["whole", "blocks"])
@@ -348,7 +361,7 @@ def test_models_whose_rotation_follows_the_length_get_another_default():
     assert FastKVCache(fastkv.patch(model)).config.correction.name == "moments"
     refused("frequencies change", fastkv.patch, model, "fastkv")
     fastkv.unpatch(model)
-    assert calibrate_heads(model, text=torch.arange(3, 90).repeat(3)).heads == (HEADS,) * LAYERS
+    assert calibrate_heads(model, text=TEXT).heads == (HEADS,) * LAYERS
 
 
 # What a budget says.

@@ -205,7 +205,8 @@ def curves(model: Any, ids: Tensor, seed: int, progress: Callable[[int], None], 
                 done += fed
                 progress(fed)
 
-            with torch.enable_grad():
+            # Layers of transformers write their new state over the one that they have just read.
+            with torch.enable_grad(), torch.autograd.graph.allow_mutation_on_saved_tensors():
                 read_again(base, cache, held, behind, torch.ones_like(behind), chunk=CHUNK, after=add)
     made = torch.cat([prompt.curves.transpose(0, 1) for prompt in held]).double().cpu()  # [heads, 2, P]
     if not made.isfinite().all():
@@ -217,15 +218,27 @@ def curves(model: Any, ids: Tensor, seed: int, progress: Callable[[int], None], 
     return list(made.split([len(prompt.order) for prompt in held]))
 
 
-def pieces(text: Any) -> list[Tensor]:
-    """A text [N] or [1, N] in pieces [1, T] as long as the model's own, of which the last may be longer."""
+def pieces(text: Any, most: int) -> list[Tensor]:
+    """A text [N] or [1, N] in pieces [1, T] as long as the model's own, of which the last may be longer; T <= most."""
     ids = torch.as_tensor(text).reshape(1, -1)[:, :LONGEST]
     if ids.shape[1] < SHORTEST or ids.is_floating_point():
         raise FastKVError(
             f"calibrate_heads needs token ids of a text of at least {SHORTEST} tokens, got {ids.shape[1]} of "
             f"{ids.dtype}; give a longer text, or none for the model's own"
         )
-    return list(ids.tensor_split(max(ids.shape[1] // (ROWS * LENGTH), 1), 1))
+    return list(ids.tensor_split(max(ids.shape[1] // (ROWS * LENGTH), -(-ids.shape[1] // most)), 1))
+
+
+def longest_piece(model: Any, again: bool) -> int:
+    """Tokens that its positions let the model read, again: twice. Raises FastKVError if they are too few."""
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2 * LONGEST
+    most = positions // 2 if again else positions
+    if most < SHORTEST:
+        raise FastKVError(
+            f"calibrate_heads reads at least {SHORTEST} tokens{' twice' * again}, got {type(model).__name__} with "
+            f"{positions} positions; use Budget(heads='uniform')"
+        )
+    return most
 
 
 def hull(curve: Tensor) -> Tensor:
@@ -275,7 +288,8 @@ def calibrate_heads(
 
     The result is deterministic for a seed and serves all policies and budgets. Calibration takes about as long as
     generating 256 tokens in a batch of eight and reading 1,024 tokens ten times. Where some layers are not compressed,
-    it is 1,024 tokens in a batch of two, and half the reading. It needs memory for the gradients of 512 tokens.
+    it is 1,024 tokens in a batch of two, and half the reading. A model with few positions reads fewer tokens. It needs
+    memory for the gradients of 512 tokens.
 
     Args:
         model: a transformers model that `fastkv.patch` accepts, not patched.
@@ -284,8 +298,9 @@ def calibrate_heads(
         seed: of the text, and of the tokens that are drawn from the model's predictions.
         progress: called with the number of tokens that were just read.
     Returns: the shares, also written to `path` if it is given.
-    Raises: FastKVError if the model cannot be patched, has no output embeddings or is shared by several processes, if
-        the text is too short, or if the file cannot be written.
+    Raises: FastKVError if the model cannot be patched, has no output embeddings, has positions for fewer than 128
+        tokens that are read twice, or is shared by several processes, if the text is too short, or if the file cannot
+        be written.
     """
     if "_fastkv_config" in vars(model):
         raise FastKVError("calibrate_heads needs a stock model, got a patched one; call fastkv.unpatch(model) first")
@@ -302,7 +317,11 @@ def calibrate_heads(
     try:
         model.eval()
         again = sees_everything(model)
-        read = own_texts(model, seed, ROWS if again else 1) if text is None else pieces(text)
+        most = longest_piece(model, again)
+        if text is None:
+            read = [ids[:, :most] for ids in own_texts(model, seed, ROWS if again else 1)]
+        else:
+            read = pieces(text, most)
         each = []
         for ids in (piece.to(model.device) for piece in read):
             first, rest = (ids, ids) if again else ids.tensor_split(2, 1)
