@@ -17,6 +17,7 @@ from fastkv.config import Config
 
 from .models import build, compressed_layers, policy, prompt
 from .pairwise import covering
+from .test_paged import calibrated
 from .test_vector_cache import mapping
 
 EVERY = 3
@@ -86,10 +87,14 @@ def test_a_step_neither_waits_nor_copies(name, correction, heads, tmp_path):
     assert not crossings.found
 
 
-@pytest.mark.parametrize("name,heads", covering(["keydiff", "momentkv", "h2o", "noncausal"], ["uniform", "adaptive"]))
+@pytest.mark.parametrize(
+    "name,heads", covering(["keydiff", "momentkv", "h2o", "noncausal"], ["uniform", "adaptive", "calibrated"])
+)
 def test_nor_do_pages(name, heads, monkeypatch):
     """Of a serving engine: when one is cleared, a prompt is read into it, and sequences decode and evict."""
-    budget = fastkv.Budget(tokens=12, sinks=2, recent=4, heads=heads)
+    budget = calibrated(1.5, 0.5)
+    if heads != "calibrated":
+        budget = fastkv.Budget(tokens=12, sinks=2, recent=4, heads=heads)
     config = Config.make(name, budget, 8, EVERY, "auto", "reference", None)
     like, shared = torch.empty(1, 2, 0, 16, device="meta"), CacheWorkspace(evict_every=EVERY, sequences=4)
     rule = PagedRule.of(config, 0, 0, 1, like, like, shared)
@@ -99,14 +104,18 @@ def test_nor_do_pages(name, heads, monkeypatch):
     def tokens(num):
         return tuple(torch.empty(num, heads, 16, device="meta") for heads in (4, 2, 2))
 
-    monkeypatch.setattr(torch, "tensor", None)  # numbers of the host that it sends, where the mode sees nothing
-    with Crossings() as crossings:
+    def serve():
         numbers = torch.empty(3, 2, dtype=torch.int64, device="meta")
-        for turn in range(3 if heads == "uniform" else 1):  # heads that trade slots wait when they do
+        for turn in range(1 if heads == "adaptive" else 3):  # heads that trade slots wait when they do
             layer.clear(numbers[0])
             q, k, v = tokens(15)
             layer.read(PagedBlocks.of([8, 7], [8 * turn] * 2, numbers), q, k, v, torch.empty_like(q))
         rows = torch.empty(3, dtype=torch.int64, device="meta")
         layer.evict(rows[:2])
         layer.step(rows, *tokens(3))
+
+    serve()  # what is sent once
+    monkeypatch.setattr(torch, "tensor", None)  # numbers of the host that it sends, where the mode sees nothing
+    with Crossings() as crossings:
+        serve()
     assert not crossings.found

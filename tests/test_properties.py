@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastkv import Budget, FastKVError, corrections, ops
@@ -162,6 +162,7 @@ def test_select_keeps_the_best(batch, heads, seed, num, tokens):
     share=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
     places=st.integers(1, 16),
 )
+@example(batch=1, heads=1, seed=1, sinks=0, recent=0, more=2, share=0.3, places=16)  # a share of a token
 def test_a_layer_keeps_the_best(kind, batch, heads, seed, sinks, recent, more, share, places):
     """Protection, per-head budgets and the competition of heads, for slots of which any may be empty."""
     rng = random.Random(seed)

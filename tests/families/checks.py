@@ -8,7 +8,7 @@ the patched model is wrong. A FastKVError that it lets through means that fastkv
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -384,6 +384,18 @@ def images(subject):
     return limits
 
 
+def heads(subject):
+    """Heads that were calibrated keep all tokens of the budget, and no more."""
+    model, text = subject.model, torch.randint(3, IMAGE, (160,), generator=torch.Generator().manual_seed(4))
+    budget = replace(SMALL, heads=fastkv.calibrate_heads(model, text=text))
+    for options in subject.ways():
+        with patched(subject, budget, policy="keydiff", **options):
+            cache = fastkv.FastKVCache(model)
+            read(model, text[None], cache=cache)
+            kept = torch.cat([cache.stored(index)[0] for index, _ in compressed(cache)])
+            assert int(kept.sum()) == SMALL.tokens * len(kept), f"heads keep {kept.tolist()}"
+
+
 def unpatched(subject):
     """Training works with the patch; without it everything is as before, bit for bit."""
     model = subject.model
@@ -403,6 +415,6 @@ def unpatched(subject):
 CHECKS = {
     check.__name__: check
     for check in (whole, blocks, turns, evictions, kept_only, policies, static_steps, copies, saved, beams, kernels,
-                  images, unpatched)
+                  images, heads, unpatched)
 }  # fmt: skip
 OF_ATTENTION = ("whole", "blocks", "evictions", "kept_only", "unpatched")  # once more with the other attention function

@@ -182,8 +182,10 @@ def curves(model: Any, ids: Tensor, seed: int, progress: Callable[[int], None], 
         base: Any = modules.base(model)
         head: Any = modules.get_head(model)
         softcap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
-        with cache.reading(Prompt(None, None)):
-            base._fastkv_base_forward(input_ids=ids, **{CACHE: cache}, use_cache=True)
+        # Positions in three dimensions are numbered by the mask, the whole of it, where nobody says them.
+        placed = {"position_ids": torch.arange(num, device=ids.device)[None]} if hasattr(base, "rope_deltas") else {}
+        with cache.reading(Prompt(positions=placed.get("position_ids"))):
+            base._fastkv_base_forward(input_ids=ids, **placed, **{CACHE: cache}, use_cache=True)
             for prompt in held:
                 prompt.rank()
             progress(num)
