@@ -43,7 +43,7 @@ def arguments(given=None):
     parser.add_argument("--types", metavar="A,B", help="model types, of a variant as type:variant; all if left out")
     parser.add_argument("--checks", metavar="A,B", help=f"only some of {', '.join(CHECKS)}")
     parser.add_argument("--missing", action="store_true", help="only types that were not tried before")
-    parser.add_argument("--write", action="store_true", help="write docs/models.md and families.json from what is known")
+    parser.add_argument("--write", action="store_true", help="write docs/models.md and families.json")
     parser.add_argument("--list", action="store_true", help="print the names of all types and leave")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="where results are kept")
     return parser.parse_args(given)
