@@ -75,7 +75,7 @@ def compress(
         nobody = k.new_zeros(()).expand(batch, k.shape[1] * groups, num, k.shape[3])  # whose queries nobody reads
         own = valid.to(k.device)
         k, v = (torch.where(own[:, None, :, None], part, 0) for part in (k, v))
-        layer.holds((nobody, k, v, own), Attends(float(getattr(module, "scaling", None) or k.shape[3] ** -0.5)))
+        layer.hold_tokens((nobody, k, v, own), Attends(float(getattr(module, "scaling", None) or k.shape[3] ** -0.5)))
         layer.commit(None)
     return made
 

@@ -16,7 +16,7 @@ from .layer import LayerCache, Stock
 from .layout import Attends, LayerConfig
 from .prefill import without_padding
 
-Tokens = tuple[Tensor, Tensor, Tensor, Tensor]  # q [B, Hq, T, D], k, v [B, Hkv, T, D], valid [B, T]
+HeldTokens = tuple[Tensor, Tensor, Tensor, Tensor]  # q [B, Hq, T, D], k, v [B, Hkv, T, D], valid [B, T]
 SAMPLED, FEWEST = 16, 64  # of a second reading one query in so many, and no fewer of a chunk, are there for a refit
 
 
@@ -30,7 +30,7 @@ class HeldPrompt:
 
     def __init__(self, cache: LayerCache) -> None:
         self.cache = cache
-        self.held: Tokens | None = None
+        self.held: HeldTokens | None = None
         self.attends = Attends(scale=1.0)
         self.reread: Reread | None = None
         self.fed: tuple[Tensor, Tensor, Tensor] | None = None  # the last tokens of a second reading

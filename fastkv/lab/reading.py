@@ -27,7 +27,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..api import patch, patched
 from ..budget import Budget
 from ..cache.layout import Attends
-from ..cache.wrappers import Tokens
+from ..cache.wrappers import HeldTokens
 from ..config import Config
 from ..errors import FastKVError
 from ..integrations.transformers import latent, modules, stock
@@ -76,10 +76,10 @@ ROOM = 1 << 20  # tokens: nothing is evicted while a text is only read
 class HeldLayer:
     """What a layer holds of a text: q [1, Hq, N, D], k, v [1, Hkv, N, D], valid [1, N], and how it attends."""
 
-    tokens: Tokens
+    tokens: HeldTokens
     attends: Attends
 
-    def copies(self) -> Tokens:
+    def copies(self) -> HeldTokens:
         """What a layer may compress: slots of unequal heads are filled where their tokens lie."""
         q, k, v, valid = self.tokens
         return q, k.clone(), v.clone(), valid
@@ -150,7 +150,7 @@ class Reading:
             if cache.config.needs("output"):
                 output = modules.output_projection(attentions[layer.cache.layer], held.tokens[2].shape[-1])
                 how = how._replace(output=output)
-            layer.holds(held.copies(), how, second)
+            layer.hold_tokens(held.copies(), how, second)
             layer.commit(None)
         return cache
 
@@ -160,7 +160,7 @@ class Reading:
         key = (config.policy.second_reading, config.samples_queries)
         if key not in self.again:
             base = self.model.get_decoder()  # type: ignore[operator]
-            held = [layer.holds(one.copies(), one.attends) for layer, one in zip(cache.compressed, self.layers)]
+            held = [layer.hold_tokens(one.copies(), one.attends) for layer, one in zip(cache.compressed, self.layers)]
             with cache.reading(Prompt(None, None)):
                 read_again(base, cache, held, self.ids, torch.ones_like(self.ids))
             found = [prompt.reread for prompt in held]
@@ -182,7 +182,7 @@ def cache_bytes(cache: Any) -> int:
 
 
 def kept_tokens(cache: Any) -> float | None:
-    """Tokens per KV head that the cache keeps after an eviction, mean over layers; None for a stock cache."""
+    """HeldTokens per KV head that the cache keeps after an eviction, mean over layers; None for a stock cache."""
     if not isinstance(cache, FastKVCache):
         return None
     tokens = [layer.cache.rule.layout.total for layer in cache.compressed if layer.cache.rule is not None]

@@ -14,7 +14,7 @@ from ...backend import check_backend
 from ...cache.layer import LayerCache, Stock
 from ...cache.layout import Attends
 from ...cache.workspace import CacheWorkspace
-from ...cache.wrappers import HeldPrompt, Rollback, Tokens
+from ...cache.wrappers import HeldPrompt, HeldTokens, Rollback
 from ...errors import FastKVError
 from ...policies import Reread
 from ...reference import LayerState
@@ -195,7 +195,7 @@ class FastKVLayer(CacheLayerMixin):
         self.reader = held = HeldPrompt(self.cache)
         return held
 
-    def holds(self, tokens: Tokens, how: Attends, reread: Reread | None = None) -> HeldPrompt:
+    def hold_tokens(self, tokens: HeldTokens, how: Attends, reread: Reread | None = None) -> HeldPrompt:
         """Hold tokens as if they had been read; k and v are overwritten where heads keep different numbers of them."""
         self.lazy_initialization(*tokens[1:3])
         self.seen = tokens[1].shape[2]
