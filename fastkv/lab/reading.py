@@ -182,7 +182,7 @@ def cache_bytes(cache: Any) -> int:
 
 
 def kept_tokens(cache: Any) -> float | None:
-    """HeldTokens per KV head that the cache keeps after an eviction, mean over layers; None for a stock cache."""
+    """Tokens per KV head that the cache keeps after an eviction, mean over layers; None for a stock cache."""
     if not isinstance(cache, FastKVCache):
         return None
     tokens = [layer.cache.rule.layout.total for layer in cache.compressed if layer.cache.rule is not None]
