@@ -11,10 +11,11 @@ import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, ops, reference
 from fastkv.backend import check_backend
 from fastkv.integrations.transformers import families, latent
-from fastkv.lab.equal_bytes import assert_equal_bytes, equal_bytes
+from fastkv.lab.equal_bytes import equal_bytes
 from fastkv.parallel import Parallel
 from fastkv.reference import Moments, Slots
 
+from .equal_bytes import assert_equal_bytes
 from .models import MLA, build, generate, prompt, raises
 from .pairwise import covering
 from .states import make_spec, make_state

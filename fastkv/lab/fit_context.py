@@ -28,7 +28,7 @@ from . import common, reading
 from .ruler import WORDS, prose
 
 PENALTY = 2.0
-STEEPEST = 50.0  # a curve beyond it is a step
+STEEPEST, FINEST = 50.0, 1e-7  # a curve beyond the first is a step; how exactly its steepness is fitted
 KEEPS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 LENGTHS = (256, 512, 1024)
 SINKS, RECENT = 4, 16
@@ -56,14 +56,6 @@ class Sample(NamedTuple):
 
 
 Write: TypeAlias = Callable[[PreTrainedTokenizerBase, int, int], Sample]  # tokenizer, tokens and seed to a text
-
-
-class Asked(NamedTuple):
-    """Tokens: a context [1, N], its questions, each with its answer, and where each answer starts."""
-
-    context: Tensor
-    rests: list[list[int]]
-    starts: list[int]
 
 
 def english_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> Sample:
@@ -129,49 +121,40 @@ def make_triples(
     for length in lengths:
         for index in range(samples):
             # The texts of negative seeds are nobody else's: whoever measures counts up.
-            asked = _tokenise(model, tokenizer, write(tokenizer, length, -1 - seed - index))
-            triples += _measure(model, policy, keeps, asked)
+            triples += _measure(model, tokenizer, policy, keeps, write(tokenizer, length, -1 - seed - index))
             if progress is not None:
                 progress()
     return triples
 
 
-def _tokenise(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Asked:
-    """Tokens of a text on the model's device; only the context gets the tokenizer's special tokens."""
-    context = tokenizer(sample.context).input_ids
-    questions, answers = (
-        [tokenizer(f" {one}", add_special_tokens=False).input_ids for one in texts]
-        for texts in (sample.questions, sample.answers)
-    )
-    rests = [question + answer for question, answer in zip(questions, answers)]
-    return Asked(torch.tensor([context], device=model.device), rests, [len(question) for question in questions])
-
-
-def _measure(model: PreTrainedModel, policy: str, keeps: Sequence[float], asked: Asked) -> list[Triple]:
+def _measure(
+    model: PreTrainedModel, tokenizer: Any, policy: str, keeps: Sequence[float], sample: Sample
+) -> list[Triple]:
     """One triple for each share that keeps another number of tokens."""
-    length = asked.context.shape[1]
+    ids = tokenizer(sample.context, return_tensors="pt").input_ids.to(model.device)
+    encode = partial(tokenizer, add_special_tokens=False)
+    asked = [(encode(f" {q}").input_ids, encode(f" {a}").input_ids) for q, a in zip(sample.questions, sample.answers)]
     decoder: Any = model.get_decoder()
-    read = decoder(asked.context, use_cache=True)
-    config = model.config.get_text_config(decoder=True)
-    softcap = getattr(config, "final_logit_softcapping", None)
-    nll = float(context_nll(read.last_hidden_state, asked.context, model.get_output_embeddings(), softcap))
+    read = decoder(ids, use_cache=True)
+    softcap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+    nll = float(context_nll(read.last_hidden_state, ids, model.get_output_embeddings(), softcap))
     full = _answer_nll(model, read[CACHE], asked)
-    triples = []
+    triples, length = [], ids.shape[1]
     kept = {max(math.ceil(keep * length), SINKS + RECENT): keep for keep in keeps}
     for tokens, keep in sorted(kept.items()):
         with patched(model, policy, Budget(keep=keep, sinks=SINKS, recent=RECENT)):
-            cache = model(asked.context, logits_to_keep=1, use_cache=True)[CACHE]
-            compressed = _answer_nll(model, cache, asked)
+            compressed = _answer_nll(model, reading.read(model, ids), asked)
         triples.append(Triple(min(tokens / length, 1.0), nll, min(max(full, FLOOR) / max(compressed, FLOOR), 1.0)))
     return triples
 
 
-def _answer_nll(model: PreTrainedModel, cache: Any, asked: Asked) -> float:
-    """Mean NLL of the tokens of all answers; uses the cache up."""
-    cache.batch_repeat_interleave(len(asked.rests))
+def _answer_nll(model: PreTrainedModel, cache: Any, asked: list[tuple[list[int], list[int]]]) -> float:
+    """Mean NLL of the tokens of all answers, given the tokens of each question and its answer; uses the cache up."""
+    cache.batch_repeat_interleave(len(asked))
+    scores = reading.forced(model, cache, [question + answer for question, answer in asked])
     said = [
-        log_probs[start - 1 : -1].gather(-1, torch.tensor(rest[start:], device=log_probs.device)[:, None])
-        for log_probs, rest, start in zip(reading.forced(model, cache, asked.rests), asked.rests, asked.starts)
+        log_probs[len(question) - 1 : -1].gather(-1, torch.tensor(answer, device=log_probs.device)[:, None])
+        for log_probs, (question, answer) in zip(scores, asked)
     ]
     return -float(torch.cat(said).mean())
 
@@ -183,8 +166,8 @@ def fit(triples: Sequence[Triple], penalty: float = PENALTY) -> tuple[float, flo
     f > y, it asks for too small an r, and w = penalty; elsewhere w = 1. The paper names no penalty. With 2, an error
     that spoils answers weighs as much as two that waste memory; a large one gives the lower envelope of the triples.
 
-    The unknowns are the steepness at the smallest and at the largest NLL: a scan of both finds the right valley, L-BFGS
-    in float64 its bottom. Deterministic. If all NLLs are equal, alpha = 0. Steepness stays within +-50.
+    The unknowns are the steepness at the smallest and at the largest NLL: the best point of a grid of both is the
+    middle of a finer one, and so on. Deterministic. If all NLLs are equal, alpha = 0. Steepness stays within +-50.
     """
     if not triples:
         raise FastKVError(
@@ -203,22 +186,13 @@ def fit(triples: Sequence[Triple], penalty: float = PENALTY) -> tuple[float, flo
         excess = retained(keep, torch.lerp(ends[..., :1], ends[..., 1:], place)) - quality
         return (torch.where(excess > 0, penalty, 1.0) * excess.square()).mean(-1)
 
-    steps = torch.linspace(-STEEPEST, STEEPEST, 40, dtype=torch.float64)  # even, so that none is 0, where f is linear
-    grid = torch.cartesian_prod(steps, steps)
-    ends = grid[torch.stack([loss(row) for row in grid.split(40)]).argmin()].clone().requires_grad_()
-    optimiser = torch.optim.LBFGS(
-        [ends], max_iter=500, tolerance_grad=1e-14, tolerance_change=1e-16, line_search_fn="strong_wolfe"
-    )
-
-    @torch.enable_grad()
-    def step() -> float:
-        optimiser.zero_grad()
-        error = loss(ends)
-        error.backward()  # type: ignore[no-untyped-call]
-        return float(error.detach())
-
-    optimiser.step(step)
-    first, last = (float(end) for end in ends.detach().clamp(-STEEPEST, STEEPEST))
+    steps = torch.linspace(-1, 1, 40, dtype=torch.float64)  # even, so that none is 0, where f is linear
+    best, width = torch.zeros(2, dtype=torch.float64), STEEPEST
+    while width > FINEST:
+        grid = (best + width * torch.cartesian_prod(steps, steps)).clamp(-STEEPEST, STEEPEST)
+        best = grid[torch.stack([loss(row) for row in grid.split(40)]).argmin()]
+        width /= 4
+    first, last = best.tolist()
     alpha = (last - first) / float(spread) if spread > 0 else 0.0
     return alpha, first - alpha * float(low)
 

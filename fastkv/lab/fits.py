@@ -27,18 +27,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..api import patched
 from ..budget import Budget
 from ..calibration.files import describe, fingerprint, kv_shapes
 from ..calibration.fits import QueryCalibration, VectorMap, required_r2
 from ..errors import FastKVError
-from ..integrations.transformers import rotations, stock
+from ..integrations.transformers import rotations
 from ..integrations.transformers.calibrate import LENGTH, LONGEST, ROWS, TEXTS, calibrate_heads, sees_everything
 from ..policies import Policy, QueryStatistics, Signals
 from ..rotary import Rotary
 from . import common, facts
+from .equal_bytes import full_layers
 
 T = TypeVar("T", bound=Any)  # what is fitted
 # Directions of the keys whose energy is below this share of the strongest carry only the rounding of the activations.
@@ -197,8 +198,11 @@ def fit_vector(
 
     Returns: the maps, on the CPU.
     """
+    common.check_stock("fit", model)
+    if not 0 < held_out < 1:
+        raise FastKVError(f"held_out must be between 0 and 1, got {held_out}; 0.1 holds out every tenth sequence")
     threshold = required_r2(boundary)
-    turning = rotations(model, _full_layers(model, held_out), halves=True)
+    turning = rotations(model, full_layers(model.config), halves=True)
     fitted: dict[int, PairSums] = {}
     measured: dict[int, PairSums] = {}
     tokens = rows = held = 0
@@ -220,10 +224,6 @@ def fit_vector(
         )
     weights, r2, text = {}, {}, model.config.get_text_config(decoder=True)
     for layer, sums in fitted.items():
-        if not all(torch.isfinite(part[layer].vv + part[layer].kk.sum((1, 2))).all() for part in (fitted, measured)):
-            raise FastKVError(
-                f"fit needs finite keys and values, layer {layer} has others; load the model in bfloat16 or float32"
-            )
         weight = sums.solve().float().cpu()
         r2[layer] = measured[layer].r2(weight).cpu()
         weights[layer] = each_head(weight, kv_shapes(text)[layer][0]) if joint else weight
@@ -238,21 +238,6 @@ def side_by_side(rows: Tensor) -> Tensor:
 def each_head(weight: Tensor, heads: int) -> Tensor:
     """A joint map [1, K, H * Dv] by the heads whose values it makes, [H, K, Dv]."""
     return weight[0].unflatten(-1, (heads, -1)).transpose(0, 1).contiguous()
-
-
-def _full_layers(model: PreTrainedModel, held_out: float) -> list[int]:
-    """Indices of the layers to fit. Raises FastKVError unless the model is stock and ready, and the share sensible."""
-    common.check_stock("fit", model)
-    if not 0 < held_out < 1:
-        raise FastKVError(f"held_out must be between 0 and 1, got {held_out}; 0.1 holds out every tenth sequence")
-    layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    full = [index for index, layer in enumerate(layers) if stock.is_compressed(layer)]
-    if not full:
-        raise FastKVError(
-            f"fit needs full-attention layers, got {type(model).__name__} with none in {len(layers)}; its cache is "
-            "bounded already"
-        )
-    return full
 
 
 def pre_rope_pairs(

@@ -1,12 +1,10 @@
 """`fastkv view`: a text is read with every policy at every budget, and what became of it is written as a page.
 
-What became of every token is read off a cache while a model runs.
+What became of every token is read off a cache while a model runs. The page is one HTML file with everything in it.
 
-The page is one HTML file with everything in it. Numbers travel compressed, in base64.
-
-They lie where the compression finds what they have in common: those of one token side by side, because most heads evict
-a token at about the same time, and first bytes apart from second ones, most of which are 0. Errors would take most of
-the page, so they have few levels.
+Numbers travel compressed, in base64, and lie where the compression finds what they have in common: those of one token
+side by side, because most heads evict a token at about the same time, and first bytes apart from second ones, most of
+which are 0. Errors would take most of the page, so they have few levels.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -87,8 +85,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> dict[str
     reading = Reading(text.ids.to(model.device), block, steps)
     common.make_folder(options.out.parent)
     traces = []
-    caches = [replace(one, arguments={**one.arguments, "static": False}) for one in common.caches_of(options, model)]
-    for cache, _ in common.each(model, caches, console):
+    for cache, _ in common.each(model, common.caches_of(options, model, static=False), console):
         if cache.policy == common.FULL:
             full = read_full(model, reading)
         else:
@@ -148,24 +145,21 @@ def page_of(
     reading: Reading,
     options: argparse.Namespace,
     full: Full,
-    traces: Sequence[tuple[common.Cache, Trace, str]],
+    traces: Sequence[tuple[common.Cache, dict[str, Any], str]],
     tokenizer: Any,
 ) -> dict[str, Any]:
     """What the page holds, see `view.html`.
 
     Args: traces: of every cache, with the name of its correction.
     """
-    numbers, starts = packed([array for _, one, _ in traces for array in (one.gone, coded(one.error))])
+    numbers, starts = packed([array for _, one, _ in traces for array in (one["gone"], coded(one["error"]))])
     caches = [
         {
             "policy": cache.policy,
             "budget": cache.budget,
             "remembers": REMEMBERS[correction],
-            "kept": one.kept,
-            "bytes": one.nbytes,
-            "slot": one.slot,
-            "events": one.events,
-            "said": words(tokenizer, one.said),
+            **{name: one[name] for name in ("kept", "bytes", "slot", "events")},
+            "said": words(tokenizer, one["said"]),
             "gone": gone,
             "error": error,
         }
@@ -181,10 +175,10 @@ def page_of(
         "first": text.first,
         "answer": text.answer if reading.steps >= text.answer else 0,
         **common.SHARES,
-        "layers": first.layers,
-        "heads": first.gone.shape[1],
+        "layers": first["layers"],
+        "heads": first["gone"].shape[1],
         "bytes": full.nbytes,
-        "slots": first.stored,
+        "slots": first["slots"],
         "said": words(tokenizer, full.said),
         "policies": list(options.policies),
         "budgets": list(options.budgets),
@@ -234,31 +228,6 @@ class Full:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Trace:
-    """What a cache did with a text of N tokens.
-
-    Attributes:
-        layers: indices in the model of the L compressed ones.
-        events: tokens seen when something was evicted, in order.
-        gone: [L, Hkv, N] int64, the number of the event, from 1, in which a token was evicted; 0 if it is still there.
-        error: [L, Hkv, N], |o - full| / |full| of the attention output for each token, mean over the query heads of a
-            KV head.
-        said: as of `Full`.  kept: tokens per KV head, mean.  nbytes: of the compressed layers.
-        slot: bytes of a token in the slots of a head, mean over layers.  stored: how its keys and values are stored.
-    """
-
-    layers: list[int]
-    events: list[int]
-    gone: Tensor
-    error: Tensor
-    said: Tensor
-    kept: float
-    nbytes: int
-    slot: float
-    stored: str
-
-
 @torch.no_grad()
 def read_full(model: Any, reading: Reading) -> Full:
     """Run the stock model over the whole text. Raises FastKVError if its attention cannot be recorded."""
@@ -269,8 +238,18 @@ def read_full(model: Any, reading: Reading) -> Full:
 
 
 @torch.no_grad()
-def trace(model: Any, reading: Reading, full: Full) -> Trace:
-    """Run the patched model over the text, and look at its cache after every forward."""
+def trace(model: Any, reading: Reading, full: Full) -> dict[str, Any]:
+    """Run the patched model over a text of N tokens, and look at its cache after every forward.
+
+    Returns: as in the page but for tensors:
+        layers: indices in the model of the L compressed ones.
+        events: tokens seen when something was evicted, in order.
+        gone: [L, Hkv, N] int64, the number of the event, from 1, in which a token was evicted; 0 if it is still there.
+        error: [L, Hkv, N], |o - full| / |full| of the attention output for each token, mean over the query heads of a
+            KV head.
+        said: as of `Full`.  kept: tokens per KV head, mean.  bytes: of the compressed layers.
+        slot: bytes of a token in the slots of a head, mean over layers.  slots: how its keys and values are stored.
+    """
     cache, num = FastKVCache(model), reading.ids.shape[1]
     layers = {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, FastKVLayer)}
     attending = modules.attentions(model)
@@ -301,17 +280,17 @@ def trace(model: Any, reading: Reading, full: Full) -> Trace:
     slots = [state.exact for state in states]
     sizes = [sum(part.nbytes for part in one.moving().values()) / one.keys[..., 0].numel() for one in slots]
     plain = slots[0].format.plain
-    return Trace(
-        list(layers),
-        events,
-        torch.stack([one.cpu() for one in gone]),
-        torch.cat(errors, -1),
-        torch.stack(said[-reading.steps - 1 : -1]),
-        kept,
-        stored_bytes(cache),
-        sum(sizes) / len(sizes),
-        str(slots[0].dtype).rpartition(".")[2] if plain else slots[0].format.name,
-    )
+    return {
+        "layers": list(layers),
+        "events": events,
+        "gone": torch.stack([one.cpu() for one in gone]),
+        "error": torch.cat(errors, -1),
+        "said": torch.stack(said[-reading.steps - 1 : -1]),
+        "kept": kept,
+        "bytes": stored_bytes(cache),
+        "slot": sum(sizes) / len(sizes),
+        "slots": str(slots[0].dtype).rpartition(".")[2] if plain else slots[0].format.name,
+    }
 
 
 def error(attention: Tensor, full: Tensor, heads: int, groups: int) -> Tensor:
