@@ -1,11 +1,11 @@
-"""Whether caches use the bytes that they were given: the check of what `fastkv.lab.equal_bytes` promises."""
+"""Whether caches use the bytes that they were given: the check of what `fastkv.lab.reading.equal_bytes` promises."""
 
 from dataclasses import replace
 
 import torch
 
 from fastkv.cache.layout import cost
-from fastkv.lab.equal_bytes import stored_bytes
+from fastkv.lab.reading import stored_bytes
 
 
 def token_bytes(cache):

@@ -86,10 +86,10 @@ def test_a_system_that_does_not_say_has_no_peak(monkeypatch):
 
 def test_medians_over_rounds(cases):
     full, kept, *rest = cases
-    found = dict.fromkeys(rest, ())
-    found[full] = [Timed(3.0, [8.0, 10.0], 700, 90, 60), Timed(1.0, [12.0, 90.0], 900, 90, 60)]
-    found[kept] = [Timed(2.0, [2.0, 2.0], None, 30, 40)]
-    one, two, *others = rows_of(cases, found, {rest[1]: "out of memory"})
+    rest[1].left_out = "out of memory"
+    full.found = [Timed(3.0, [8.0, 10.0], 700, 90, 60), Timed(1.0, [12.0, 90.0], 900, 90, 60)]
+    kept.found = [Timed(2.0, [2.0, 2.0], None, 30, 40)]
+    one, two, *others = rows_of(cases)
     assert [row["left_out"] for row in others] == ["no time left", "out of memory"]
     assert (two["policy"], two["budget"], two["context"], two["batch"]) == ("keydiff", "40", 60, 2)
     assert (one["first"], one["first_range"], one["step"], one["rounds"]) == (2.0, (1.0, 3.0), 11.0, 2)
@@ -105,10 +105,11 @@ def test_every_cache_has_its_turn_in_every_round_that_would_be_finished(toy, opt
     def take(model, cache, ids, graphs, warm):
         turns.append((cache.policy, *ids.shape, warm))
         now[0] += 10
+        return True
 
     monkeypatch.setattr(command, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(command, "measured", take)
-    _, _, left = rounds(toy, cases, options, 65, common.console_of(quiet=True))
+    left = rounds(toy, cases, options, 65, common.console_of(quiet=True))
     assert left == "2 of 8 measurements are left" and now == [60]
     order = [(policy, 2, context, False) for context in (60, 100) for policy in ("full", "keydiff")]
     assert turns == [*order, *((*one[:3], True) for one in order[:2])]
@@ -119,8 +120,8 @@ def test_what_does_not_fit_is_left_out(toy, options, cases, monkeypatch):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(command, "measured", without_memory)
-    found, refused, left = rounds(toy, cases, options, float("inf"), common.console_of(quiet=True))
-    assert set(refused.values()) == {"out of memory"} and len(refused) == 4 and not any(found.values()) and not left
+    assert not rounds(toy, cases, options, float("inf"), common.console_of(quiet=True))
+    assert all(case.left_out == "out of memory" and not case.found for case in cases)
 
 
 # The command.

@@ -16,8 +16,8 @@ from fastkv import Budget, FastKVCache, FastKVError
 from fastkv.integrations.transformers.layer import FastKVLayer
 from fastkv.lab import fidelity as module
 from fastkv.lab.cli import build_parser
-from fastkv.lab.equal_bytes import equal_bytes, stored_bytes
 from fastkv.lab.fidelity import measure, read_full, run
+from fastkv.lab.reading import equal_bytes, stored_bytes
 
 from .equal_bytes import assert_equal_bytes, token_bytes
 from .models import build, policy, prompt

@@ -11,7 +11,7 @@ import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, ops, reference
 from fastkv.backend import check_backend
 from fastkv.integrations.transformers import families, latent
-from fastkv.lab.equal_bytes import equal_bytes
+from fastkv.lab.reading import equal_bytes
 from fastkv.parallel import Parallel
 from fastkv.reference import Moments, Slots
 

@@ -428,7 +428,7 @@ def test_ruler_through_the_command(tiny, tmp_path):
     assert stock["scores"] == compressed["scores"]
     first = [score["metric"] for score in stock["scores"]["fastkv_ruler_vt"]]
     assert first == ["score,none", "score_1000,none", "score_1100,none"]
-    with pytest.raises(FastKVError, match=r"at most 1300 tokens for .*, got max_seq_lengths 1400"):
+    with pytest.raises(FastKVError, match=r"max_seq_lengths must be at most 1300 tokens for .*, got 1400"):
         evaluated(*command, "--metadata", "max_seq_lengths=1400", "num_samples=1", "--out", str(tmp_path / "long"))
 
 

@@ -15,12 +15,13 @@ from transformers import PreTrainedTokenizerFast
 
 from fastkv import Budget, FastKVCache, FastKVError, corrections, patched, policies
 from fastkv.cache.layout import Layout
+from fastkv.config import EVICT_EVERY
 from fastkv.integrations.transformers import modules
 from fastkv.integrations.transformers.layer import FastKVLayer
 from fastkv.integrations.transformers.stock import CACHE
 from fastkv.lab import common, fidelity, view
 from fastkv.lab.cli import main
-from fastkv.lab.equal_bytes import EVICT_EVERY, equal_bytes
+from fastkv.lab.reading import equal_bytes
 from fastkv.lab.view import FINE, LEVELS, TOP, Full, Reading, read_full, trace
 
 from .browser import Browser, find

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -21,36 +21,38 @@ from ..config import EVICT_EVERY
 from ..errors import FastKVError
 from . import common
 from .common import FULL
-from .timing import Compressed, Full, Timed, timed, warm_up
+from .timing import Compressed, Full, Timed, timed
 
 SAMPLES = 4  # of decode steps in one measurement, each of `EVICT_EVERY` steps
 ROOM = (SAMPLES + 1) * EVICT_EVERY + 1  # tokens that are decoded after a prompt
 WARM = 1024  # tokens of the prompt that is read before the clock starts, at most
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass
 class Case:
-    """A cache that reads prompts of `context` tokens, `batch` of them at once."""
+    """A cache that reads prompts of `context` tokens, `batch` of them at once.
+
+    Attributes: found: one measurement a round.  left_out: why there are no more.  took: seconds of the last one.
+    """
 
     cache: common.Cache
     context: int
     batch: int
-
-    @property
-    def named(self) -> dict[str, Any]:
-        """In the file and in the table."""
-        one = self.cache
-        named = {"cache": one.name, "policy": one.policy, "budget": one.budget}
-        return {**named, "context": self.context, "batch": self.batch}
+    found: list[Timed] = field(default_factory=list)
+    left_out: str = ""
+    took: float = 0.0
 
 
+@torch.no_grad()
 def measured(model: Any, cache: common.Cache, ids: torch.Tensor, graphs: bool, warm: bool) -> Timed:
     """Time a cache once on prompts [B, N]; warm: whether kernels were compiled by an earlier call."""
     kind, step = (Full, "compiled") if cache.policy == FULL else (Compressed, "captured")
     with cache.of(model):
         mine = kind(model, step if graphs else "eager", ROOM)
-        if not warm:
-            warm_up(mine, ids[:, :WARM])
+        if not warm:  # kernels are compiled and chosen before a clock runs
+            first = mine.new(WARM)
+            mine.read(ids[:, :WARM], first)
+            mine.read(ids[:, :1], first)
         return timed(mine, ids, SAMPLES, EVICT_EVERY)
 
 
@@ -71,11 +73,13 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[dic
     where = f"CPU, {threads} threads" if model.device.type == "cpu" else torch.cuda.get_device_name(model.device)
     console.print(f"{options.model} on {where}: weights {weights / 2**30:.2f} GiB, {str(model.dtype)[6:]}")
     cases = [Case(one, *size) for size in product(options.contexts, options.batch) for one in caches]
-    found, refused, left = rounds(model, cases, options, began + 60 * options.minutes, console)
-    rows = rows_of(cases, found, refused)
+    left = rounds(model, cases, options, began + 60 * options.minutes, console)
+    rows = rows_of(cases)
     console.print(common.table_of(rows, WORDS, COLUMNS, ("context", "batch")))
-    for case, why in refused.items():
-        console.print(f"{case.cache.name}, {case.context} tokens, batch {case.batch}, was left out: {why}.")
+    for case in cases:
+        if case.left_out:
+            why = f"was left out: {case.left_out}"
+            console.print(f"{case.cache.name}, {case.context} tokens, batch {case.batch}, {why}.")
     block = {"auto": "blocks", None: "one piece"}.get(options.prefill_block, f"blocks of {options.prefill_block}")
     console.print(
         f"\nEach cache in turn, {options.rounds} rounds at most, {SAMPLES} samples of {EVICT_EVERY} tokens a round; "
@@ -92,69 +96,63 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[dic
     return rows
 
 
-def rounds(
-    model: Any, cases: Sequence[Case], options: argparse.Namespace, end: float, console: Console
-) -> tuple[dict[Case, list[Timed]], dict[Case, str], str]:
+def rounds(model: Any, cases: Sequence[Case], options: argparse.Namespace, end: float, console: Console) -> str:
     """Measure each case `options.rounds` times, as far as there is time: all of a round before the next.
 
     Args: end: as `time.monotonic` counts.
-    Returns: what was found of each case, why some were left out, and what is left, in words.
+    Returns: what is left, in words.
     """
     most = max(options.batch), max(options.contexts)
     words = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(3, words, most, generator=torch.Generator().manual_seed(0)).to(model.device)
-    found: dict[Case, list[Timed]] = {case: [] for case in cases}
-    refused: dict[Case, str] = {}
-    took: dict[Case, float] = {}
     turns = list(product(range(1, options.rounds + 1), cases))
     with common.progress(console) as progress:
         bar = progress.add_task("", total=len(turns))
         for done, (turn, case) in enumerate(turns):
             start = time.monotonic()
-            if start + took.get(case, 0) > end:
-                return found, refused, f"{len(turns) - done} of {len(turns)} measurements are left"
+            if start + case.took > end:
+                return f"{len(turns) - done} of {len(turns)} measurements are left"
             where = f"round {turn}, {case.context} tokens, batch {case.batch}, {case.cache.name}"
             progress.update(bar, description=where, completed=done)
-            if case in refused:
+            if case.left_out:
                 continue
             try:
                 here = ids[: case.batch, : case.context]
-                found[case].append(measured(model, case.cache, here, options.graphs, warm=case in took))
+                case.found.append(measured(model, case.cache, here, options.graphs, warm=bool(case.found)))
             except torch.OutOfMemoryError:
-                refused[case] = "out of memory"
+                case.left_out = "out of memory"
                 torch.cuda.empty_cache()
-            took[case] = time.monotonic() - start
+            case.took = time.monotonic() - start
         progress.update(bar, description="done", completed=len(turns))
-    return found, refused, ""
+    return ""
 
 
-def rows_of(
-    cases: Sequence[Case], found: Mapping[Case, Sequence[Timed]], refused: Mapping[Case, str]
-) -> list[dict[str, Any]]:
+def rows_of(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """A row for each case: medians over its rounds, and ranges over them or over all samples; or why there is none."""
     rows, full = [], None
     for case in cases:
-        measured = found[case]
-        steps = [step for one in measured for step in one.steps]
+        cache, found = case.cache, case.found
+        named = {"cache": cache.name, "policy": cache.policy, "budget": cache.budget}
+        named |= {"context": case.context, "batch": case.batch, "rounds": len(found)}
+        steps = [step for one in found for step in one.steps]
         step = statistics.median(steps) if steps else None
-        full = step if case.cache.policy == FULL else full
+        full = step if cache.policy == FULL else full
         if step is None:
-            rows.append({**case.named, **dict.fromkeys(COLUMNS), "left_out": refused.get(case, "no time left")})
+            rows.append({**named, **dict.fromkeys(COLUMNS), "left_out": case.left_out or "no time left"})
             continue
-        firsts, tenths = [one.first for one in measured], statistics.quantiles(steps, n=10, method="inclusive")
+        firsts, tenths = [one.first for one in found], statistics.quantiles(steps, n=10, method="inclusive")
         rows.append(
             {
-                **case.named,
-                "rounds": len(measured),
+                **named,
                 "first": statistics.median(firsts),
                 "first_range": (min(firsts), max(firsts)),
                 "step": step,
                 "step_range": (tenths[1], tenths[7]),
                 "tokens_per_second": 1e3 * case.batch / step,
                 "speedup": full and full / step,
-                "peak": max((one.peak for one in measured if one.peak is not None), default=None),
-                "resident": measured[-1].resident,
-                "kept": measured[-1].kept,
+                "peak": max((one.peak for one in found if one.peak is not None), default=None),
+                "resident": found[-1].resident,
+                "kept": found[-1].kept,
             }
         )
     return rows

@@ -227,8 +227,8 @@ command(
     option("--samples", 12, "texts of each length", least=1),
     option("--lengths", (256, 512, 1024), "tokens of the texts", least=SHORTEST),
     option("--seed", 0, "seed of the first text"),
-    option("--penalty", 2.0, "weight of too high predictions, relative to too low ones", "W"),
-    module=".fit_context",
+    option("--penalty", 2.0, "weight of too high predictions, relative to too low ones", "W", least=0.01),
+    module=".fits:run_context",
 )
 command(
     "inspect",

@@ -31,7 +31,7 @@ from ..errors import FastKVError
 from ..integrations.transformers import stock
 from . import pretrained
 from .cli import SHORTEST as SHORTEST
-from .equal_bytes import equal_bytes, full_layers
+from .reading import equal_bytes, full_layers
 
 FULL = "full"  # the stock cache, under the name of a policy
 SHARES: dict[str, Any] = {"sinks": 4, "recent": 16}  # tokens that are never evicted where no option says how many

@@ -34,8 +34,7 @@ from ..integrations.transformers.stock import CACHE
 from ..prefix import answers, ends_of
 from ..reference import LayerState, joined, with_sink
 from . import common, facts, reading
-from .equal_bytes import stored_bytes
-from .reading import cache_bytes, kept_tokens, record_attention
+from .reading import cache_bytes, kept_tokens, record_attention, stored_bytes
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,11 @@ class Full:
     Attributes:
         attention: by index of the layer [B, T, Hq * Dv], what it hands to its output projection.
         log_probs: [B, T, V] float64, of the token after each fed one.
-        nll: [B, T - 1] float64, of the fed tokens after the first.
         nbytes: bytes of the cache per sequence.
     """
 
     attention: dict[int, Tensor]
     log_probs: Tensor
-    nll: Tensor
     nbytes: int
 
 
@@ -134,7 +131,7 @@ def read_full(model: PreTrainedModel, tokens: Tensor, steps: int, question: int 
     common.check_stock("read_full", model)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     attention, log_probs = fed(model, cache, tokens, steps, question, lambda: None)
-    return Full(attention, log_probs, negative_log_likelihood(log_probs, tokens), cache_bytes(cache) // len(tokens))
+    return Full(attention, log_probs, cache_bytes(cache) // len(tokens))
 
 
 @torch.no_grad()
@@ -164,7 +161,7 @@ def measure(model: PreTrainedModel, tokens: Tensor, steps: int, full: Full, ques
     outputs = (run.double().unflatten(-1, (num_heads, -1)) for run in runs)
     agreement = log_probs.argmax(-1) == full.log_probs.argmax(-1)
     kl = (full.log_probs.exp() * (full.log_probs - log_probs)).sum(-1)
-    excess = negative_log_likelihood(log_probs, tokens) - full.nll
+    excess = negative_log_likelihood(log_probs, tokens) - negative_log_likelihood(full.log_probs, tokens)
     return Fidelity(layers, heads, distance(*outputs), agreement, kl, excess, cache)
 
 
@@ -387,16 +384,8 @@ COLUMNS: common.Columns = {
     "nbytes": ("KiB", common.kibibytes, "bytes of the compressed layers of this cache, per sequence"),
     "error": ("error", "{:.3f}", "mean |o - full| / |full| of attention outputs, against the run of the full cache"),
     "standard_error": ("±", "{:.3f}", "standard error of that, over the texts"),
-    "own_error": (
-        "own",
-        "{:.3f}",
-        "error with full from all pairs the layer itself was given: what eviction costs there",
-    ),
-    "cosine": (
-        "cosine",
-        "{:.3f}",
-        "of the evicted tokens' output with its estimate from the moments; - without moments",
-    ),
+    "own_error": ("own", "{:.3f}", "the same against attention over all pairs that this layer was given"),
+    "cosine": ("cosine", "{:.3f}", "of the evicted tokens' output with its estimate; - without moments"),
     "mass": ("mass", "{:.3f}", "share of the attention that the evicted tokens should get"),
     "estimated_mass": ("est.", "{:.3f}", "estimate of that share"),
     "gap": ("gap", "{:.2f}", "log mass of the evicted tokens minus log of its estimate (Jensen)"),

@@ -47,10 +47,7 @@ from .ruler import Sample, Tokenizer
 TASK_FILES = Path(__file__).parent / "tasks"  # what the harness takes as --include_path: fastkv's own tasks
 OWN = "fastkv_"  # how the names of fastkv's tasks begin
 KEPT = "results groups group_subtasks configs versions n-shot n-samples higher_is_better config git_hash".split()
-ADVICE = (
-    "where a dataset cannot be reached, copy it to this machine, write a file my.yaml with the lines 'include: FILE OF "
-    "THE TASK', 'task: my_task' and 'dataset_path: FOLDER', and run --tasks my.yaml"
-)
+ADVICE = "where its dataset cannot be reached, copy it to this machine and name it in a YAML file of your own"
 PREFIX = "fastkv_ruler_"
 LENGTHS, SAMPLES = 4096, 100
 
@@ -330,11 +327,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[dic
     console = console or common.console_of(quiet=lm.rank != 0)
     lengths = metadata.get("max_seq_lengths", 0)
     longest = max(lengths) if isinstance(lengths, list) else lengths
-    if longest > lm.max_length:
-        raise FastKVError(
-            f"texts must have at most {lm.max_length} tokens for {options.model}, got max_seq_lengths {longest}, and "
-            "longer ones would lose their beginning; give smaller ones or another model"
-        )
+    common.check_length("max_seq_lengths", longest, lm.patched, options.model)  # longer ones would be cut
     caches, how = common.caches_of(options, lm.patched), {"mode": options.mode, "question": options.question}
     for cache in caches:  # what cannot be used is refused before anything slow
         lm.set_cache(**cache.arguments, **how)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -150,10 +150,7 @@ def _positive(number: Tensor) -> Tensor:
     return number.clamp(min=torch.finfo(number.dtype).tiny)
 
 
-Layer: TypeAlias = dict[str, Any]  # what `measure_layer` returns
-
-
-def mean(layer: Layer, name: str, prefix: int = -1) -> float:
+def mean(layer: dict[str, Any], name: str, prefix: int = -1) -> float:
     """Mean over KV heads of a measurement, at one prefix where it has several (default the whole context)."""
     numbers = layer[name]
     return fmean(numbers[prefix] if isinstance(numbers[0], list) else numbers)
@@ -179,7 +176,9 @@ def run(options: argparse.Namespace, console: Console | None = None) -> dict[str
     common.make_folder(options.out)
     model, tokenizer = common.load(options.model)
     common.check_length("context", options.context or LEAST, model, options.model)
-    ids = tokens_of(text, tokenizer, common.longest_text(model), options)
+    most = options.context or min(common.longest_text(model), MOST)
+    ids = torch.tensor(tokenizer(text, truncation=True, max_length=most).input_ids, dtype=torch.long)
+    facts.check_tokens(options.text, len(ids), options.context or LEAST)
     lengths = prefix_lengths(len(ids))
     cached = list(common.read_stock(model, ids[None]))
     with common.progress(console) as progress:
@@ -201,15 +200,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> dict[str
     return report
 
 
-def tokens_of(text: str, tokenizer: Any, longest: int, options: argparse.Namespace) -> Tensor:
-    """The first tokens of the text, [N]: `options.context` of them, or by default what the text and the model allow."""
-    most = options.context or min(longest, MOST)
-    ids = torch.tensor(tokenizer(text, truncation=True, max_length=most).input_ids, dtype=torch.long)
-    facts.check_tokens(options.text, len(ids), options.context or LEAST)
-    return ids
-
-
-def measure_layer(index: int, keys: Tensor, values: Tensor, lengths: list[int]) -> Layer:
+def measure_layer(index: int, keys: Tensor, values: Tensor, lengths: list[int]) -> dict[str, Any]:
     """All measurements of one layer from its keys [Hkv, N, D] and its values [Hkv, N, Dv].
 
     Returns: a number for each KV head, or a list of them for each prefix length, by name:
@@ -220,7 +211,7 @@ def measure_layer(index: int, keys: Tensor, values: Tensor, lengths: list[int]) 
         pull, spread: of each prefix, see `dilution`.
     """
     clouds = zip(*(dimensions(head) for head in keys))
-    numbers: Layer = {"layer": index, **{name: list(one) for name, one in zip(Dimensions._fields, clouds)}}
+    numbers: dict[str, Any] = {"layer": index, **{name: list(one) for name, one in zip(Dimensions._fields, clouds)}}
     several = {"key_": norms(keys), "value_": norms(values), "": dilution(keys, lengths)}
     numbers |= {f"{kind}{name}": one.tolist() for kind, found in several.items() for name, one in found.items()}
     return numbers | {"anchor": (-reference.keydiff_scores(keys.double()[None])[0].mean(-1)).tolist()}

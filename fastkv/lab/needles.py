@@ -18,11 +18,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..errors import FastKVError
 from ..integrations.transformers.stock import CACHE
 from . import common, reading, ruler
 from .reading import cache_bytes
-from .ruler import KINDS, Sample, Tokenizer
+from .ruler import Sample, Tokenizer
 
 TASK = "niah_single_2"
 
@@ -82,9 +81,7 @@ def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample: S
 
 
 def needle(task: str, tokenizer: Tokenizer, length: int, depth: float, seed: int = 0, index: int = 0) -> Sample:
-    """A sample of `task` with the needles that are asked for at `depth`. Raises: FastKVError as `grid` does."""
-    if task not in KINDS:
-        raise FastKVError(f"expected one of the tasks {', '.join(KINDS)}, got {task!r}; choose one of them")
+    """A sample of `task` with the needles that are asked for at `depth`. Raises: FastKVError for another task."""
     return ruler.generate(task, tokenizer, length, seed, index, depth=depth)
 
 

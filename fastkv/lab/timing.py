@@ -193,11 +193,3 @@ def timed(mine: Full, ids: Tensor, samples: int, period: int) -> Timed:
     if mine.how == "eager" or ids.device.type == "cuda":  # on a CPU the compiler's own memory would be counted
         peak = memory.peak()
     return Timed(first, steps, peak, mine.resident(cache), kept)
-
-
-@torch.no_grad()
-def warm_up(mine: Full, ids: Tensor) -> None:
-    """Read prompts [B, N] and decode one token, so that kernels are compiled and chosen before a clock runs."""
-    cache = mine.new(ids.shape[1])
-    mine.read(ids, cache)
-    mine.read(ids[:, :1], cache)

@@ -25,7 +25,6 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from .. import policies
 from ..calibration.files import replace_file
 from ..errors import FastKVError
 from ..integrations.transformers import modules
@@ -34,9 +33,8 @@ from ..integrations.transformers.layer import FastKVLayer
 from ..integrations.transformers.stock import CACHE
 from ..reference import LayerState
 from . import common, facts
-from .equal_bytes import stored_bytes
 from .fidelity import stored_tokens
-from .reading import cache_bytes, kept_tokens, record_attention
+from .reading import cache_bytes, kept_tokens, record_attention, stored_bytes
 
 FACTS = "facts"  # the text that is read where none is given
 LONGEST = 4096  # tokens of a text that are read unless more are asked for
@@ -70,9 +68,6 @@ def run(options: argparse.Namespace, console: Console | None = None) -> dict[str
     console = console or common.console_of()
     common.caches_of(options)
     block = PIECE if options.prefill_block == "auto" else options.prefill_block
-    twice = next((name for name in options.policies if policies.get(name).second_reading), None)
-    if twice and block is not None:
-        raise FastKVError(f"policy {twice!r} reads twice, got blocks of {block} tokens; add --prefill-block whole")
     model, tokenizer = common.load(options.model)
     if options.context is not None:
         common.check_length("context", options.context, model, options.model)
@@ -296,8 +291,7 @@ def trace(model: Any, reading: Reading, full: Full) -> dict[str, Any]:
 def error(attention: Tensor, full: Tensor, heads: int, groups: int) -> Tensor:
     """[heads, T], relative distance of attention outputs [T, Hq * Dv], mean over the query heads of a KV head."""
     ours, theirs = (one.double().unflatten(-1, (heads, groups, -1)) for one in (attention, full))
-    length = theirs.norm(dim=-1)
-    relative = (ours - theirs).norm(dim=-1) / length.clamp(min=torch.finfo(torch.float32).tiny)
+    relative = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
     return relative.mean(-1).T.float().cpu()
 
 
