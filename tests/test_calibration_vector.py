@@ -378,7 +378,7 @@ def test_the_command_fits_prints_and_writes(bundled, tmp_path, capsys, joint):
     same(read, direct)
     assert read.tokens == 1280 and read.threshold == pytest.approx(2 / 3)
     for layer, r2 in read.r2.items():
-        row = next(line for line in printed.splitlines() if line.startswith(f"│     {layer} "))
+        row = next(line for line in printed.splitlines() if line.split()[:1] == [str(layer)])
         for value, usable in zip(r2.tolist(), read.usable(layer)):
             assert f"{value:.3f}{'' if usable else ' plain'}" in row
     usable = sum(sum(read.usable(layer)) for layer in read.weights)

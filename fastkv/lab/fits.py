@@ -366,10 +366,8 @@ def run_queries(options: argparse.Namespace) -> None:
 
 # Quality: how much of a context a wanted quality of answers needs, for one model and some policies.
 
-PENALTY = 2.0
 STEEPEST, FINEST = 50.0, 1e-7  # a curve beyond the first is a step; how exactly its steepness is fitted
 KEEPS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
-LENGTHS = (256, 512, 1024)
 SINKS, RECENT = 4, 16
 FLOOR = 0.05  # nats per token below which an answer counts as certain
 
@@ -431,7 +429,7 @@ def make_triples(
     policy: str,
     *,
     keeps: Sequence[float] = KEEPS,
-    lengths: Sequence[int] = LENGTHS,
+    lengths: Sequence[int] = (256, 512, 1024),
     samples: int = 12,
     seed: int = 0,
     write: Callable[[PreTrainedTokenizerBase, int, int], Sample] = english_text,
@@ -494,7 +492,7 @@ def _answer_nll(model: PreTrainedModel, cache: Any, asked: list[tuple[list[int],
     return -float(torch.cat(said).mean())
 
 
-def fit_curve(triples: Sequence[Triple], penalty: float = PENALTY) -> tuple[float, float]:
+def fit_curve(triples: Sequence[Triple], penalty: float = 2.0) -> tuple[float, float]:
     """alpha and beta of `fastkv.calibration.quality`, by asymmetric least squares (Compactor, Sec. 3.5).
 
     Minimised is the mean over (r, c, y) of w (f(r) - y)^2. Where the curve promises more quality than was measured,
