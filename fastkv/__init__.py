@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from . import corrections, ops, policies, reference, rotary
     from .api import patch, patched, unpatch
     from .budget import Budget
-    from .calibration.head_shares import HeadShares
+    from .calibration import HeadShares
     from .errors import FastKVError
     from .integrations.transformers.cache import FastKVCache
     from .integrations.transformers.calibrate import calibrate_heads
@@ -47,7 +47,7 @@ PLACES = {
     "FastKVAttention": "module",
     "FastKVCache": "integrations.transformers.cache",
     "FastKVError": "errors",
-    "HeadShares": "calibration.head_shares",
+    "HeadShares": "calibration",
     "calibrate_heads": "integrations.transformers.calibrate",
     "capture_decode": "integrations.transformers.cuda_graphs",
     "compress": "prefix",

@@ -8,8 +8,7 @@ import torch
 
 import fastkv
 from fastkv import Budget, FastKVError
-from fastkv.corrections import Pairs
-from fastkv.corrections.matching import Matching
+from fastkv.corrections import Matching, Pairs
 from fastkv.policies import AttentionMatching, Reread
 from fastkv.reference import Spec
 

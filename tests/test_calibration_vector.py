@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import fastkv
-from fastkv.calibration.files import describe, fingerprint
+from fastkv.calibration import describe, fingerprint
 from fastkv.calibration.fits import MAPS, VectorMap, required_r2
 from fastkv.integrations.transformers import rotations
 from fastkv.lab import facts, fits

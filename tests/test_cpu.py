@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastkv import cpu as compiled
 from fastkv import ops, reference
-from fastkv.cpu import compiled
 from fastkv.cpu import operations as cpu
 from fastkv.reference import Centroids, Moments, centroids
 

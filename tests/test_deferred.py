@@ -8,8 +8,8 @@ import torch
 
 import fastkv
 from fastkv import ops
-from fastkv.calibration import quality
-from fastkv.calibration.files import describe, fingerprint
+from fastkv.calibration import describe, fingerprint
+from fastkv.calibration.fits import QualityCurve, save_curves
 from fastkv.policies import AttentionMatching, FastKVReread
 
 from .models import build, generate, prompt, raises
@@ -18,7 +18,7 @@ from .test_policy_matrix import EVERY, TOKENS, small
 
 def curve(model, policy, alpha=0.5, beta=-3.0):
     config = model.config
-    return quality.QualityCurve(alpha, beta, policy, fingerprint(config), describe(config), 10, 0.1)
+    return QualityCurve(alpha, beta, policy, fingerprint(config), describe(config), 10, 0.1)
 
 
 def most_attention(model, ids, layer, request=()):
@@ -134,7 +134,7 @@ def test_quality_keeps_what_the_curve_says(tmp_path):
     nll = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").mean(-1)
     path = tmp_path / "context.json"
     fitted = curve(model, "keydiff")
-    quality.save(path, [fitted])
+    save_curves(path, [fitted])
     budget = fastkv.Budget(quality=0.9, calibration=path, sinks=2, recent=4)
     fastkv.patch(model, "keydiff", budget)
     cache = model(ids).past_key_values
@@ -151,7 +151,7 @@ def test_quality_keeps_what_the_curve_says(tmp_path):
 def test_refusals(tmp_path):
     model = build()
     path, foreign = tmp_path / "context.json", tmp_path / "foreign.json"
-    quality.save(path, [curve(model, "snapkv")])
+    save_curves(path, [curve(model, "snapkv")])
     foreign.write_text(path.read_text().replace(fingerprint(model.config), "0" * 16))
 
     def refuse(match, policy="snapkv", calibration=path, **options):

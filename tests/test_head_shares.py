@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 import fastkv
 from fastkv import Budget, FastKVAttention, FastKVCache, HeadShares, calibrate_heads
-from fastkv.calibration.files import describe, fingerprint
-from fastkv.calibration.head_shares import KEEPS, weights_digest
+from fastkv.calibration import KEEPS, describe, fingerprint, weights_digest
 from fastkv.integrations.transformers import calibrate
 
 from .families import tiny

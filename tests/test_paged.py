@@ -8,7 +8,7 @@ from fastkv.cache.layer import LayerCache
 from fastkv.cache.layout import Attends, LayerPlan
 from fastkv.cache.pages import PagedBlocks, PagedClock, PagedLayer, PagedRule
 from fastkv.cache.workspace import CacheWorkspace
-from fastkv.calibration.head_shares import KEEPS
+from fastkv.calibration import KEEPS
 from fastkv.config import Config
 from fastkv.parallel import Parallel
 

@@ -8,9 +8,8 @@ from transformers import DynamicCache
 
 import fastkv
 from fastkv.cache.layout import LayerPlan
-from fastkv.calibration.files import fingerprint
+from fastkv.calibration import KEEPS, HeadShares, fingerprint
 from fastkv.calibration.fits import VectorMap
-from fastkv.calibration.head_shares import KEEPS, HeadShares
 from fastkv.config import Config
 from fastkv.errors import FastKVError
 from fastkv.integrations.transformers import rotations

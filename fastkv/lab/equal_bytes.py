@@ -17,7 +17,7 @@ from .. import corrections
 from ..budget import Budget
 from ..cache.layer import LayerCache
 from ..cache.layout import Layout, cost
-from ..calibration.files import kv_shapes
+from ..calibration import kv_shapes
 from ..config import EVICT_EVERY
 from ..errors import FastKVError
 from ..integrations.transformers import stock

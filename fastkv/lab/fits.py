@@ -31,7 +31,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..api import patched
 from ..budget import Budget
-from ..calibration.files import describe, fingerprint, kv_shapes
+from ..calibration import describe, fingerprint, kv_shapes
 from ..calibration.fits import QueryCalibration, VectorMap, required_r2
 from ..errors import FastKVError
 from ..integrations.transformers import rotations, stock

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...backend import check_backend
 from ...cache.workspace import CacheWorkspace
-from ...calibration.files import kv_shapes
+from ...calibration import kv_shapes
 from ...config import Config
 from ...errors import FastKVError
 from ...parallel import Parallel

@@ -31,8 +31,18 @@ from ...budget import Budget
 from ...cache import signals
 from ...cache.selection import protected
 from ...cache.wrappers import HeldPrompt
-from ...calibration.files import beside, describe, fingerprint, user_cache
-from ...calibration.head_shares import FLOOR, HEADS_FILE, KEEPS, KNOWN, HeadShares, weights_digest
+from ...calibration import (
+    FLOOR,
+    HEADS_FILE,
+    KEEPS,
+    KNOWN,
+    HeadShares,
+    beside,
+    describe,
+    fingerprint,
+    user_cache,
+    weights_digest,
+)
 from ...config import POLICY, WITHOUT_ROTARY, Config
 from ...errors import FastKVError
 from ...parallel import Parallel

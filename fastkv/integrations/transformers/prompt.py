@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...cache.wrappers import HeldPrompt
-from ...calibration.quality import context_nll
+from ...calibration.fits import context_nll
 from ...config import Config
 from ...errors import FastKVError
 from ...policies import SecondReading

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ... import __version__
 from ...cache.layout import Layout
-from ...calibration.files import describe, fingerprint, header_of, read_tensors, replace_file
+from ...calibration import describe, fingerprint, header_of, read_tensors, replace_file
 from ...config import Config
 from ...errors import FastKVError
 from ...policies import Policy

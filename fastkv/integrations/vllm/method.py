@@ -15,8 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ...calibration.files import describe
-from ...calibration.head_shares import HeadShares, digest_of
+from ...calibration import HeadShares, describe, digest_of
 from ...config import Config, with_fits, with_shares
 from ...errors import FastKVError
 from ..transformers import rotations
