@@ -6,7 +6,7 @@ import torch
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, corrections
 from fastkv.cache import signals
-from fastkv.cache.wrappers import Rollback
+from fastkv.cache.layer import Rollback
 from fastkv.reference import Centroids, centroid_estimate
 
 from .models import build, prompt

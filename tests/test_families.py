@@ -5,7 +5,7 @@ import re
 import pytest
 import transformers
 
-from fastkv.integrations.transformers import families
+from fastkv.integrations import transformers as engine
 from fastkv.integrations.transformers.layer import FastKVLayer
 
 from .families import lists, tiny
@@ -66,18 +66,18 @@ def test_a_type_works_or_is_refused(name, checks):
 
 def test_what_works_is_what_is_tested():
     table = lists.table(PAGE, "Tested")
-    assert table.keys() == families.TESTED.keys()
+    assert table.keys() == engine.TESTED.keys()
     for name, (_, _, limits) in table.items():
         found = [] if limits == "none" else [limit.partition(": ")[0] for limit in limits.split("<br>")]
-        assert families.TESTED[name] == lists.summary(found)
+        assert engine.TESTED[name] == lists.summary(found)
 
 
 def test_what_is_refused_says_why():
     refused = lists.table(PAGE, "Refused")
-    assert not families.REFUSED.keys() & families.TESTED.keys()
-    assert not refused.keys() & families.TESTED.keys()
+    assert not engine.REFUSED.keys() & engine.TESTED.keys()
+    assert not refused.keys() & engine.TESTED.keys()
     reasons = " ".join(why for (why,) in refused.values())
-    missing = {name for name, why in families.REFUSED.items() if f"{name} is not supported: {why}" not in reasons}
+    missing = {name for name, why in engine.REFUSED.items() if f"{name} is not supported: {why}" not in reasons}
     assert not missing - lists.table(PAGE, "Not tried").keys()
 
 

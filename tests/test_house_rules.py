@@ -45,7 +45,6 @@ ROOMS = [
     "integrations",
     "module",
     "api",
-    "prefix",
     "pipeline",
     "lab",
 ]

@@ -16,11 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastkv
 from fastkv import Budget, FastKVError
+from fastkv.api import answers
 from fastkv.lab import reading
 from fastkv.lab.cli import build_parser, main
 from fastkv.lab.common import FULL, to_budget
 from fastkv.lab.harness import FastKVLM, Row, Score, load_tasks, metadata_of, run, scores_of, table_of
-from fastkv.prefix import answers
 
 from .test_ruler import toy_bpe
 from .toy import MODEL, MODEL_DIR, generate, load

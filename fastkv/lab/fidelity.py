@@ -28,11 +28,11 @@ from rich.table import Table
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from ..api import answers, ends_of
 from ..cache.layout import Attends
 from ..errors import FastKVError
 from ..integrations.transformers.cache import FastKVCache, FastKVLayer
 from ..integrations.transformers.stock import CACHE
-from ..prefix import answers, ends_of
 from ..reference import LayerState, joined, with_sink
 from . import common, facts, reading
 from .equal_bytes import stored_bytes

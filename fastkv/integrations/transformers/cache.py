@@ -23,7 +23,7 @@ from ...config import Config
 from ...errors import FastKVError, is_whole
 from ...parallel import Parallel
 from ...reference import LayerState, Moments
-from . import families, latent, modules, serialization, stock
+from . import modules, serialization, stock
 from .layer import FastKVLayer, HybridLayer, Ring, WindowLayer
 
 
@@ -369,7 +369,7 @@ def _why_not_static(model: Module) -> str | None:
     windows = [layer for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
     if any(type(layer) is not DynamicSlidingWindowLayer for layer in windows):
         return f"cannot hold a {type(windows[0]).__name__} of transformers still; use another model"
-    if windows and families.is_flash(config._attn_implementation or ""):
+    if windows and stock.is_flash(config._attn_implementation or ""):
         return (
             "with sliding-window layers needs masks that flash-attn does not take; load the model with "
             "attn_implementation='sdpa'"
@@ -404,7 +404,7 @@ def build_layers(model: Module, config: Config, workspace: CacheWorkspace, stati
     windows = {layer.sliding_window for layer in layers if static and type(layer) is DynamicSlidingWindowLayer}
     rings = {size: Ring(size) for size in windows}
     shared = list(modules.sources(model).values())
-    latents = {index for index, module in modules.attentions(model).items() if latent.is_latent(module)}
+    latents = {index for index, module in modules.attentions(model).items() if modules.is_latent(module)}
     for place, (index, kind) in enumerate(kinds.items()):
         plan = LayerPlan(config, index, place, len(kinds), workspace.parallel, index in latents, shared.count(index))
         layers[index] = kind.beside(layers[index], LayerCache(plan, workspace, static))

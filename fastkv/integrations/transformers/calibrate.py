@@ -29,8 +29,8 @@ from torch import Tensor
 
 from ...budget import Budget
 from ...cache import signals
+from ...cache.layer import HeldPrompt
 from ...cache.selection import protected
-from ...cache.wrappers import HeldPrompt
 from ...calibration import (
     FLOOR,
     HEADS_FILE,
@@ -48,8 +48,7 @@ from ...errors import FastKVError
 from ...parallel import Parallel
 from ...policies import get
 from ...reference.attention import grouped_logits, softcapped
-from . import modules
-from .attach import attach, check, detach
+from . import attach, check, detach, modules
 from .cache import FastKVCache, Prompt
 from .prompt import read_again
 from .selfcheck import with_rotations

@@ -11,10 +11,9 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from ...backend import check_backend
-from ...cache.layer import LayerCache, Stock
+from ...cache.layer import HeldPrompt, HeldTokens, LayerCache, Rollback, Stock
 from ...cache.layout import Attends
 from ...cache.workspace import CacheWorkspace
-from ...cache.wrappers import HeldPrompt, HeldTokens, Rollback
 from ...errors import FastKVError
 from ...policies import Reread
 from ...reference import LayerState

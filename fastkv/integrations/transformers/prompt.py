@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cache.wrappers import HeldPrompt
+from ...cache.layer import HeldPrompt
 from ...calibration.fits import context_nll
 from ...config import Config
 from ...errors import FastKVError
