@@ -91,14 +91,15 @@ class Correction:
         return pairs
 
     def split(
-        self, tokens: int, reserved: int, keep: float | None, usable: Sequence[bool]
+        self, shares: tuple[int, ...], tokens: int, reserved: int, keep: float | None, usable: Sequence[bool]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Tokens that each KV head keeps with value, and without; the latter empty where none does.
 
-        Args: tokens: pairs that there is room for per head.  reserved: of them always stay pairs.  keep: share of the
-            prompt that stays, where that is known.  usable: of each head, whether values can be recovered.
+        Args: shares: pairs that there is room for in each head, `tokens` on average.  reserved: of them always stay
+            pairs.  keep: share of the prompt that stays, where that is known.  usable: of each head, whether values can
+            be recovered.
         """
-        return (tokens,) * len(usable), ()
+        return shares, ()
 
 
 @dataclass(frozen=True)
@@ -174,12 +175,15 @@ class VectorCorrection(Correction):
         return self.inner.evicted(state)
 
     def split(
-        self, tokens: int, reserved: int, keep: float | None, usable: Sequence[bool]
+        self, shares: tuple[int, ...], tokens: int, reserved: int, keep: float | None, usable: Sequence[bool]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Two keys in the place of each pair that gives its value up, in heads whose values can be recovered."""
-        keys = key_only(tokens, reserved, keep, self.share)
-        approx = tuple(keys if one else 0 for one in usable)
-        return tuple(tokens - extra // 2 for extra in approx), approx if any(approx) else ()
+        alike, approx = len(set(shares)) == 1, []
+        for number, recovers in zip(shares, usable):
+            own = keep if keep is None or alike else min(keep * number / tokens, 1.0)
+            approx.append(key_only(number, reserved, own, self.share) if recovers else 0)
+        pairs = tuple(number - extra // 2 for number, extra in zip(shares, approx))
+        return pairs, tuple(approx) if any(approx) else ()
 
 
 def key_only(tokens: int, reserved: int, keep: float | None, share: float) -> int:

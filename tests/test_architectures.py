@@ -8,9 +8,9 @@ from torch import nn
 
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError
+from fastkv.cache import CacheWorkspace
 from fastkv.cache.layer import LayerCache
 from fastkv.cache.layout import Attends, LayerPlan
-from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 from fastkv.integrations.transformers import modules, stock, whole_only
 from fastkv.integrations.transformers.attention import valid_tokens

@@ -31,7 +31,6 @@ ROOMS = [
     "calibration",  # what files are like, and shares of heads, which are part of a budget
     "backend",
     "budget",
-    "parallel",
     "rotary",
     "reference",
     "corrections",

@@ -9,10 +9,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, ops, reference
-from fastkv.backend import check_backend
+from fastkv.backend import Parallel, check_backend
 from fastkv.integrations.transformers import INDEXED, REFUSED, modules
 from fastkv.lab.equal_bytes import assert_equal_bytes, equal_bytes
-from fastkv.parallel import Parallel
 from fastkv.reference import Moments, Slots
 
 from .models import MLA, build, generate, prompt, raises

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from fastkv import Budget, HeadShares, ops
+from fastkv.backend import Parallel
+from fastkv.cache import CacheWorkspace
 from fastkv.cache.layer import LayerCache
 from fastkv.cache.layout import Attends, LayerPlan
 from fastkv.cache.pages import PagedBlocks, PagedClock, PagedLayer, PagedRule
-from fastkv.cache.workspace import CacheWorkspace
 from fastkv.calibration import KEEPS
 from fastkv.config import Config
-from fastkv.parallel import Parallel
 
 from .launches import Operators, recorded
 from .models import raises

@@ -1,7 +1,7 @@
 """LayerCache: everything one layer does with a prompt block, a token, a batch change, a reset; it knows no engine.
 
-And what it can be wrapped in while a prompt is read: held in full until all layers have read it (KVzip reads it twice,
-quality budgets grade it), or taken back (assisted decoding).
+And what it can be wrapped in while a first prompt is read: held in full until all layers have read it (KVzip reads it
+twice, quality budgets grade it).
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from ..backend import follows_rows
 from ..errors import FastKVError
 from ..policies import Reread
 from ..reference import LayerState, Moments, Recovery, Slots, Spec, rows_at
-from . import compaction, selection, signals
+from . import CacheWorkspace, compaction, selection, signals
 from .layout import Attends, LayerConfig, LayerPlan, Layout
 from .prefill import absorb_block, attend_block, without_padding
-from .workspace import CacheWorkspace
 
 Stock = Callable[[], Tensor]
 HeldTokens = tuple[Tensor, Tensor, Tensor, Tensor]  # q [B, Hq, T, D], k, v [B, Hkv, T, D], valid [B, T]
@@ -31,15 +30,18 @@ GROWTH = 1.25  # of a text, after which a decode step deals its heads slots anew
 
 
 @dataclass(frozen=True)
-class SharedBlock:
-    """A block of a prompt that other layers still have to attend to.
+class PendingBlock:
+    """A block of a prompt that is not absorbed yet: other layers still have to attend to it, or it may be taken back.
 
-    Attributes: k, v [B, Hkv, T, D] without padding; valid [B, T].  first: whether it has no past.
+    Attributes: q [B, Hq, T, D]; k, v [B, Hkv, T, D] without padding; valid [B, T]; mass of `attend_block`.
+        first: whether it has no past.
     """
 
+    q: Tensor
     k: Tensor
     v: Tensor
     valid: Tensor
+    mass: Tensor | None
     first: bool
 
 
@@ -57,6 +59,8 @@ class LayerCache:
         started: whether there is a past.
         kv_sharers: how many other layers attend to this one's keys and values, each once after it and before the
             next tokens (`attend_shared`, `step_shared`).  left: how many of them still have to.
+        records: whether the last block can be taken back (assisted decoding): it is absorbed by `accept`, or by the
+            block after it.  pending: a block that is not absorbed yet.
         static: whether a step may be compiled into one graph: it then changes tensors only, at fixed addresses.
     """
 
@@ -69,9 +73,8 @@ class LayerCache:
         self.num_heads, self.leads = 0, plan.place == 0
         self.average = self.context = 0  # tokens per head of all layers, and the text that heads were dealt them for
         self.kv_sharers, self.left = plan.kv_sharers, 0
-        self.block: SharedBlock | None = None
-        # Queries and mass of the block, if it is to be absorbed when all other layers have attended.
-        self.queries: tuple[Tensor, Tensor | None] | None = None
+        self.records = False
+        self.pending: PendingBlock | None = None
         self.state: LayerState | None = None
         self.rule: LayerConfig | None = None
 
@@ -146,39 +149,46 @@ class LayerCache:
     # Tokens.
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, stock: Stock | None = None) -> Tensor:
-        """Attention output for a block of a prompt, [B, Hq, T, Dv]; the state afterwards includes it.
+        """Attention output for a block of a prompt, [B, Hq, T, Dv]; the state then includes it, unless other layers
+        still have to attend to it or it may be taken back.
 
         Args:
             q [B, Hq, T, D], k, v [B, Hkv, T, D], post-RoPE; valid [B, T] bool, false for padding.
             stock: attention over the new tokens alone; used where they have no past: exact and fast.
         """
+        self._expect_sharers()
+        self.accept()
+        state, rule = self._held()
         k, v = without_padding(k, valid), without_padding(v, valid)
-        out, mass = self.attend(q, k, v, valid, stock)
-        if self.kv_sharers:
-            self.queries = q, mass
+        first, self.started = not self.started, True
+        if first and stock is not None:
+            out, mass = stock(), None
         else:
-            self.absorb(q, k, v, valid, mass=mass)
+            out, mass = attend_block(state, q, k, v, valid, rule, self.workspace.ahead)
+        self.pending = PendingBlock(q, k, v, valid, mass, first)
+        if not self.kv_sharers and not self.records:
+            self.accept()
         return out
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, stock: Stock | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The attention of `read`, for k and v `without_padding`; the state does not include the block yet.
-
-        Returns: as `attend_block`, the mass for `absorb`.
-        """
-        state, rule = self._held()
-        first, self.started = not self.started, True
-        self._expect_sharers()
-        self.block = SharedBlock(k, v, valid, first) if self.kv_sharers else None
-        if first and stock is not None:
-            return stock(), None
-        return attend_block(state, q, k, v, valid, rule, self.workspace.ahead)
+    def accept(self, drop: int = 0) -> None:
+        """Absorb the pending block, without its last `drop` tokens. Raises: FastKVError if it has fewer."""
+        block = self.pending
+        if block is None:
+            return
+        num = block.k.shape[2]
+        if drop > num:
+            raise FastKVError(f"cannot roll back {drop} tokens, the last forward had {num}; older ones are compressed")
+        self.pending = None
+        if drop < num:
+            kept = slice(0, num - drop)
+            q, k, v = (rows[:, :, kept] for rows in (block.q, block.k, block.v))
+            mass = None if block.mass is None else block.mass[:, :, kept]
+            self.absorb(q, k, v, block.valid[:, kept], mass=mass)
 
     def absorb(
         self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, reread: Reread | None = None, mass: Tensor | None = None
     ) -> None:
-        """Make tokens of a prompt part of the state; shapes as in `attend`, reread and mass as in `absorb_block`."""
+        """Make tokens of a prompt part of the state; shapes as in `read`, reread and mass as in `absorb_block`."""
         state, rule = self._held()
         absorb_block(state, q, k, v, valid, rule, reread, mass)
         self.workspace.clock.restart()
@@ -247,7 +257,7 @@ class LayerCache:
 
         Args: stock: attention over the block alone.
         """
-        state, rule, block = *self._held(), self.block
+        state, rule, block = *self._held(), self.pending
         last = self._looked()
         assert block is not None
         if block.first:
@@ -258,11 +268,8 @@ class LayerCache:
             other, ahead = rule.attending(how), self.workspace.ahead
             out, _ = attend_block(state, whole, block.k, block.v, block.valid, other, ahead)
             out = out[:, :, -num:]
-        if last:
-            self.block = None
-            if self.queries is not None:
-                (queries, mass), self.queries = self.queries, None
-                self.absorb(queries, block.k, block.v, block.valid, mass=mass)
+        if last and not self.records:
+            self.accept()
         return out
 
     # The batch, and the end.
@@ -278,7 +285,7 @@ class LayerCache:
     def reset(self) -> None:
         """Forget the sequences but keep the slots, unless their number depends on the prompt."""
         self.started, self.left = False, 0
-        self.block = self.queries = None
+        self.pending = None
         self.workspace.clock.restart()
         if self.config.budget.follows_prompt or self.config.deferred:
             self.state = self.rule = None
@@ -436,49 +443,3 @@ class HeldPrompt:
         self.cache.configure(self.attends)
         self.cache.absorb(q, k, v, valid, self.reread)
         self.cache.started = True
-
-
-class Rollback:
-    """A layer's cache whose last forward can be taken back: it is absorbed by `accept`, or by the forward after it.
-
-    Attributes: pending: q, k, v, valid and mass of the last forward, None if everything is absorbed.
-    """
-
-    differentiates = False
-
-    def __init__(self, cache: LayerCache) -> None:
-        self.cache = cache
-        self.pending: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None] | None = None
-
-    def configure(self, how: Attends) -> LayerConfig:
-        """As `LayerCache.configure`."""
-        return self.cache.configure(how)
-
-    def read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, stock: Stock) -> Tensor:
-        """Attention as in `LayerCache.read`; another forward without a roll-back accepts everything pending."""
-        self.accept(0)
-        k, v = without_padding(k, valid), without_padding(v, valid)
-        out, mass = self.cache.attend(q, k, v, valid, stock)
-        self.pending = (q, k, v, valid, mass)
-        return out
-
-    def attend_shared(self, q: Tensor, how: Attends, stock: Stock) -> Tensor:
-        """As `LayerCache.attend_shared`; nothing is absorbed."""
-        return self.cache.attend_shared(q, how, stock)
-
-    def accept(self, drop: int) -> None:
-        """Absorb what the last forward left pending, without its last `drop` tokens.
-
-        Raises: FastKVError if the last forward had fewer.
-        """
-        if self.pending is None:
-            return
-        q, k, v, valid, mass = self.pending
-        num = k.shape[2]
-        if drop > num:
-            raise FastKVError(f"cannot roll back {drop} tokens, the last forward had {num}; older ones are compressed")
-        self.pending = None
-        if drop < num:
-            kept = slice(0, num - drop)
-            mass = None if mass is None else mass[:, :, kept]
-            self.cache.absorb(q[:, :, kept], k[:, :, kept], v[:, :, kept], valid[:, kept], mass=mass)

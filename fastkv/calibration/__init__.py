@@ -187,12 +187,13 @@ class TensorFile:
         """The command that writes it."""
         return f"fastkv calibrate {self.command}"
 
-    def save(self, path: str | os.PathLike[str], facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def save(self, path: str | os.PathLike[str], fitted: Any, tensors: Mapping[str, Tensor]) -> None:
         """Write a file; whoever reads `path` sees the old one or the whole new one.
 
+        Args: fitted: has the facts as attributes.
         Raises: FastKVError if it cannot be written; a file that was there before is then still there.
         """
-        header = {"version": self.version, **facts}
+        header = {"version": self.version, **{name: kind(getattr(fitted, name)) for name, kind in self.facts.items()}}
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
         replace_file(Path(path), to_bytes(whole, {self.header: json.dumps(header, sort_keys=True)}))
 
@@ -301,7 +302,7 @@ class HeadShares:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, whole or not at all. Raises: FastKVError if that fails."""
         tensors = {"shares": self.table, "heads": torch.tensor(self.heads)}
-        FILE.save(path, {name: getattr(self, name) for name in FILE.facts}, tensors)
+        FILE.save(path, self, tensors)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], config: Any) -> HeadShares:

@@ -104,9 +104,8 @@ class VectorMap:
 
         Raises: FastKVError if it cannot be written; a file that was there before is then still there.
         """
-        facts = {name: getattr(self, name) for name in MAPS.facts} | {"threshold": float(self.threshold)}
         tensors = {f"weight.{layer}": weight for layer, weight in self.weights.items()}
-        MAPS.save(path, facts, tensors | {f"r2.{layer}": r2 for layer, r2 in self.r2.items()})
+        MAPS.save(path, self, tensors | {f"r2.{layer}": r2 for layer, r2 in self.r2.items()})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], config: Any) -> VectorMap:
@@ -167,7 +166,7 @@ class QueryCalibration:
         tensors = {
             f"{name}.{layer}": part for layer, known in self.layers.items() for name, part in known._asdict().items()
         }
-        QUERIES.save(path, {name: getattr(self, name) for name in QUERIES.facts}, tensors)
+        QUERIES.save(path, self, tensors)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], config: Any) -> QueryCalibration:

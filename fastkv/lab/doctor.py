@@ -16,7 +16,7 @@ from torch.nn import Module
 from .. import __version__
 from ..backend import MODULES, flash_attention, why_not
 from ..budget import Budget
-from ..cache.workspace import CacheWorkspace
+from ..cache import CacheWorkspace
 from ..calibration import HEADS_FILE, kv_shapes
 from ..config import Config
 from ..cpu import library

@@ -22,12 +22,11 @@ from packaging.version import Version
 from torch.nn import Module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...backend import check_backend
-from ...cache.workspace import CacheWorkspace
+from ...backend import Parallel, check_backend
+from ...cache import CacheWorkspace
 from ...calibration import kv_shapes
 from ...config import Config
 from ...errors import FastKVError
-from ...parallel import Parallel
 from . import attention, forward, modules, selfcheck, stock
 from .cache import build_layers, is_static
 from .layer import FastKVLayer
@@ -220,11 +219,12 @@ def _check_attention(module: Module, config: Config, where: str) -> None:
 def _check_latents(module: Module, config: Config, where: str) -> None:
     """Raise FastKVError unless a module that caches latents does so as expected, and the config can use them."""
     modules.check_latents(module, where)
-    if config.correction.key_only:
-        raise FastKVError(
-            f"correction='vector' recovers values from keys, but {where} caches latents (MLA), which hold both; use "
-            "another correction"
-        )
+    correction, latents = config.correction, f"{where} caches latents (MLA), which are keys and values in one"
+    if correction.key_only or correction.match is not None:
+        does = "recovers values from keys" if correction.key_only else "changes values"
+        raise FastKVError(f"correction={correction.name!r} {does}, but {latents}; use another correction")
+    if not config.slots.plain:
+        raise FastKVError(f"slots={config.slots.name!r} stores keys and values apart, but {latents}; leave slots out")
     if config.needs("output"):
         raise FastKVError(
             f"policy {config.policy.name!r} reads values as the output projection does, but {where} caches latents "

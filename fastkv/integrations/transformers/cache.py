@@ -15,13 +15,13 @@ from torch.nn import Module
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer
 
+from ...backend import Parallel
 from ...budget import UNITS
+from ...cache import FIRST_TABLE, CacheWorkspace
 from ...cache.layer import LayerCache
 from ...cache.layout import LayerPlan
-from ...cache.workspace import FIRST_TABLE, CacheWorkspace
 from ...config import Config
 from ...errors import FastKVError, is_whole
-from ...parallel import Parallel
 from ...reference import LayerState, Moments
 from . import modules, serialization, stock
 from .layer import FastKVLayer, HybridLayer, Ring, WindowLayer
@@ -188,7 +188,7 @@ class FastKVCache(Cache):
     def next_positions(self, num: int, padding: Tensor | None) -> Tensor:
         """Positions [B, T] of the next `num` tokens, which are text; padding [B, tokens so far] is 0 for padding."""
         first = self.compressed[0]
-        first.accept()
+        first.cache.accept()
         state = first.state
         assert state is not None
         new = torch.arange(num, device=state.seen.device).expand(len(state.seen), -1)
@@ -205,7 +205,7 @@ class FastKVCache(Cache):
         if positions is None or positions.ndim != 3:
             return None
         first = self.compressed[0]
-        first.accept()
+        first.cache.accept()
         state = first.state
         before = 0 if state is None or not self.started else state.seen[:, None]
         new = num if padding is None else padding[:, -num:].long().sum(-1, keepdim=True)

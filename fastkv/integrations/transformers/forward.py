@@ -22,7 +22,7 @@ from torch.nn import Module
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 
-from ...cache.workspace import Tick
+from ...cache import Tick
 from ...errors import FastKVError
 from .cache import FastKVCache, Prompt
 from .prompt import MaskMade, PreparedMasks, in_blocks, padding_of, read_in_full, read_prompt, tokens_of

@@ -183,7 +183,7 @@ def _read_blocks(decoder: Any, cache: FastKVCache, given: dict[str, Any], total:
     assert prompt is not None
     if prompt.masks is None:
         check_mask(given.get("attention_mask"))
-    recording = any(layer.recording for layer in compressed)
+    recording = any(layer.is_croppable for layer in compressed)
     outputs: list[Any] = []
     for start, end, mask in _blocks(cache, total, recording):
         if recording:

@@ -32,12 +32,11 @@ from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
-from ...backend import check_backend, resolve
+from ...backend import Parallel, check_backend, resolve
+from ...cache import CacheWorkspace
 from ...cache.pages import PagedLayer, PagedRule, Traffic, warm_up
-from ...cache.workspace import CacheWorkspace
 from ...config import Config, check_shares
 from ...errors import FastKVError
-from ...parallel import Parallel
 from . import settings
 from .batch import Batch, Batcher
 from .requests import RequestArguments

@@ -24,7 +24,7 @@ from ...config import BUDGET, EVICT_EVERY, POLICY, Config, with_fits, with_share
 from ...errors import FastKVError, is_number
 from ...policies import get
 from ..transformers import rotations
-from ..transformers.calibrate import checked_shares, stored_shares
+from ..transformers.calibrate import stored_shares
 
 KEY = "fastkv"
 DEFAULTS: dict[str, Any] = {  # as in `fastkv.patch`
@@ -252,10 +252,7 @@ def calibrated(config: Config, vllm_config: Any) -> Config:
     model, known = vllm_config.model_config, vllm_config.model_config.hf_config
 
     def find(wanted: str | Path) -> HeadShares:
-        weights = weights_digest(vllm_config)
-        if wanted != "calibrated":
-            return checked_shares(Path(wanted), known, weights)
-        found = stored_shares(known, weights)
+        found = stored_shares(known, weights_digest(vllm_config), wanted)
         if found is None:
             raise FastKVError(
                 f"the heads of {describe(known)} were not calibrated, which is not possible inside vLLM; do it with "
