@@ -11,9 +11,10 @@ import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, ops, reference
 from fastkv.backend import Parallel, check_backend
 from fastkv.integrations.transformers import INDEXED, REFUSED, modules
-from fastkv.lab.equal_bytes import assert_equal_bytes, equal_bytes
+from fastkv.lab.reading import equal_bytes
 from fastkv.reference import Moments, Slots
 
+from .equal_bytes import assert_equal_bytes
 from .models import MLA, build, generate, prompt, raises
 from .pairwise import covering
 from .states import make_spec, make_state

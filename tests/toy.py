@@ -33,7 +33,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fastkv.lab import ruler
-from fastkv.lab.fit_context import Sample
+from fastkv.lab.fits import Sample
 
 NAMES_OF_THINGS = ("key_first", "key_second", "nouns", "plurals", "places", "adjectives", "times")
 KEY_FIRST, KEY_SECOND, NOUNS, PLURALS, PLACES, ADJECTIVES, TIMES = map(ruler.WORDS.get, NAMES_OF_THINGS)

@@ -174,7 +174,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     common.check_length("document and question", longest, model, options.model)
     for budget in budgets:  # what cannot be used is refused before anything slow
         with patched(model, POLICY, common.to_budget(budget)):
-            common.check_first(budget, model, None)
+            common.check_first(model)
     common.make_folder(options.picture.parent)
     chosen = (
         f"They are of {TRIED} that were tried with SmolLM2 before any smaller cache was asked: its full cache answers "
