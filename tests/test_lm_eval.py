@@ -219,10 +219,7 @@ def test_bytes_are_those_of_the_largest_sequence(compressed):
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [
-        ({"mode": "stream"}, "mode stream needs prefill_block"),
-        ({"evict_every": 0}, "evict_every must be"),
-    ],
+    [({"mode": "stream"}, "mode stream needs prefill_block"), ({"evict_every": 0}, "evict_every must be")],
     ids=["stream", "patch"],
 )
 def test_refused_settings_leave_the_cache_as_it_was(compressed, settings, message):
