@@ -9,12 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import fastkv
-from fastkv.calibration.files import describe, fingerprint
+from fastkv.calibration import describe, fingerprint
 from fastkv.calibration.fits import MAPS, VectorMap, required_r2
 from fastkv.integrations.transformers import rotations
 from fastkv.lab import facts, fits
@@ -55,29 +53,6 @@ def brute_r2(keys, values, weight):
 
 
 # Least squares from sums.
-
-
-@given(st.lists(st.integers(0, 200), max_size=6))
-def test_the_split_into_batches_does_not_matter(cuts):
-    keys, values = pairs()
-    sums = PairSums(keys, values)
-    edges = [0, *sorted(cuts), 200]
-    for start, stop in zip(edges, edges[1:]):
-        sums.add(keys[:, :, start:stop], values[:, :, start:stop])
-    whole = summed(keys, values)
-    assert sums.count == whole.count
-    torch.testing.assert_close(sums.solve(), whole.solve(), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(sums.r2(sums.solve()), whole.r2(whole.solve()), rtol=1e-10, atol=1e-10)
-
-
-def test_r2_is_that_of_the_pairs_themselves():
-    keys, values = pairs()
-    other_keys, other_values = pairs(count=90, seed=1)
-    values, other_values = values + keys[..., :4], other_values + other_keys[..., :4]
-    weight = summed(keys, values).solve()
-    torch.testing.assert_close(weight[None], torch.linalg.lstsq(keys, values).solution, rtol=1e-9, atol=1e-9)
-    measured = summed(other_keys, other_values).r2(weight)
-    torch.testing.assert_close(measured, brute_r2(other_keys[0], other_values[0], weight), rtol=1e-11, atol=1e-11)
 
 
 def test_values_that_do_not_vary_have_nothing_to_explain():

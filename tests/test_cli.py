@@ -15,12 +15,12 @@ import transformers
 from rich.console import Console
 
 import fastkv
+from fastkv.api import answers
 from fastkv.config import BUDGET, EVICT_EVERY, POLICY
 from fastkv.lab import cli, demo, reading
 from fastkv.lab.cli import COMMANDS, build_parser, main
 from fastkv.lab.reading import cache_bytes
 from fastkv.lab.ruler import KINDS
-from fastkv.prefix import answers
 from fastkv.reference import FORMATS
 
 from .processes import ROOT

@@ -21,6 +21,7 @@ from fastkv.lab.reading import equal_bytes, stored_bytes
 
 from .equal_bytes import assert_equal_bytes, token_bytes
 from .models import build, policy, prompt
+from .pairwise import named
 from .test_vector_cache import mapping
 from .toy import MODEL
 from .toy import text as toy_text
@@ -146,7 +147,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [named(case, slow=case in ("every-step", "means")) for case in CASES])
 def test_every_number_equals_brute_force(case, monkeypatch):
     name, base, rule, budget, options = CASES[case]
     model = build(name, base)

@@ -16,11 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastkv
 from fastkv import Budget, FastKVError
+from fastkv.api import answers
 from fastkv.lab import reading
 from fastkv.lab.cli import build_parser, main
 from fastkv.lab.common import FULL, to_budget
 from fastkv.lab.harness import FastKVLM, load_tasks, metadata_of, run, scores_of, table_of
-from fastkv.prefix import answers
 
 from .test_ruler import toy_bpe
 from .toy import MODEL, MODEL_DIR, generate, load
@@ -219,10 +219,7 @@ def test_bytes_are_those_of_the_largest_sequence(compressed):
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [
-        ({"mode": "stream"}, "mode stream needs prefill_block"),
-        ({"evict_every": 0}, "evict_every must be"),
-    ],
+    [({"mode": "stream"}, "mode stream needs prefill_block"), ({"evict_every": 0}, "evict_every must be")],
     ids=["stream", "patch"],
 )
 def test_refused_settings_leave_the_cache_as_it_was(compressed, settings, message):

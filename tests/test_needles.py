@@ -12,6 +12,7 @@ from fastkv.lab import needles
 from fastkv.lab.cli import build_parser
 from fastkv.lab.needles import table_of
 
+from .pairwise import named
 from .toy import MODEL, MODEL_DIR, load, placed
 
 QUICK = ("--lengths", "160,320", "--depths", "0,1", "--samples", "2", "--budget", "128")
@@ -34,7 +35,7 @@ def asked(*arguments):
     return needles.run(options, Console(file=told, width=100)), told.getvalue()
 
 
-@pytest.mark.parametrize("question", ["seen", "later"])
+@pytest.mark.parametrize("question", [named("seen", slow=True), "later"])
 def test_it_compares_keeps_and_resumes(question, tmp_path, monkeypatch, toy_needles):
     command = (*QUICK, "--policy", "streaming,keydiff", "--out", tmp_path, "--question", question)
     rows, told = asked(*command)

@@ -17,11 +17,10 @@ import torch
 from rich.console import Console
 from transformers import TextStreamer
 
-from ..api import patch
+from ..api import ends_of, patch
 from ..errors import FastKVError
 from ..integrations.transformers.cache import FastKVCache
 from ..integrations.transformers.stock import CACHE
-from ..prefix import ends_of
 from . import common
 
 HELP = """/stats        settings, tokens seen and kept, bytes

@@ -25,7 +25,7 @@ from transformers import DynamicCache
 from .. import __version__, policies
 from ..api import patched
 from ..budget import TIMES, UNITS, Budget
-from ..calibration.files import replace_file
+from ..calibration import replace_file
 from ..config import EVICT_EVERY
 from ..errors import FastKVError
 from ..integrations.transformers import stock

@@ -30,9 +30,9 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from .. import FastKVError, patch, patched
+from ..api import answers
 from ..config import POLICY
 from ..integrations.transformers.stock import CACHE
-from ..prefix import answers
 from . import common, facts
 from .reading import Reading, cache_bytes, read
 

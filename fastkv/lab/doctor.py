@@ -16,11 +16,10 @@ from torch.nn import Module
 from .. import __version__
 from ..backend import MODULES, flash_attention, why_not
 from ..budget import Budget
-from ..cache.workspace import CacheWorkspace
-from ..calibration.files import kv_shapes
-from ..calibration.head_shares import HEADS_FILE
+from ..cache import CacheWorkspace
+from ..calibration import HEADS_FILE, kv_shapes
 from ..config import Config
-from ..cpu import compiled
+from ..cpu import library
 from ..errors import FastKVError
 from ..integrations.transformers import TESTED, check, modules, stock
 from ..integrations.transformers.cache import build_layers
@@ -64,7 +63,7 @@ def version(package: str) -> str:
 def backends() -> Lines:
     """What can compute fastkv's operations here, and why the rest cannot."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = compiled.library("slots")
+    found = library("slots")
     how = f"torch alone, as nothing was compiled: {found}" if isinstance(found, str) else "compiled C++"
     cpu = f"prompts: torch's fused attention; decode steps: {how}"
     theirs = flash_attention(device)

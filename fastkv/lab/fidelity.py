@@ -27,11 +27,11 @@ from rich.console import Console
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from ..api import answers, ends_of
 from ..cache.layout import Attends
 from ..errors import FastKVError
 from ..integrations.transformers.cache import FastKVCache, FastKVLayer
 from ..integrations.transformers.stock import CACHE
-from ..prefix import answers, ends_of
 from ..reference import LayerState, joined, with_sink
 from . import common, facts, reading
 from .reading import cache_bytes, kept_tokens, record_attention, stored_bytes

@@ -38,9 +38,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import policies
 from ..api import patched
 from ..budget import Budget
-from ..calibration.files import describe, fingerprint, kv_shapes
-from ..calibration.fits import QueryCalibration, VectorMap, required_r2
-from ..calibration.quality import QualityCurve, context_nll, retained, save
+from ..calibration import describe, fingerprint, kv_shapes
+from ..calibration.fits import (
+    QualityCurve,
+    QueryCalibration,
+    VectorMap,
+    context_nll,
+    required_r2,
+    retained,
+    save_curves,
+)
 from ..errors import FastKVError
 from ..integrations.transformers import rotations
 from ..integrations.transformers.calibrate import LENGTH, LONGEST, ROWS, TEXTS, calibrate_heads, sees_everything
@@ -493,7 +500,7 @@ def _answer_nll(model: PreTrainedModel, cache: Any, asked: list[tuple[list[int],
 
 
 def fit_curve(triples: Sequence[Triple], penalty: float = 2.0) -> tuple[float, float]:
-    """alpha and beta of `fastkv.calibration.quality`, by asymmetric least squares (Compactor, Sec. 3.5).
+    """alpha and beta of `fastkv.calibration.fits`, by asymmetric least squares (Compactor, Sec. 3.5).
 
     Minimised is the mean over (r, c, y) of w (f(r) - y)^2. Where the curve promises more quality than was measured,
     f > y, it asks for too small an r, and w = penalty; elsewhere w = 1. The paper names no penalty. With 2, an error
@@ -553,5 +560,5 @@ def run_context(options: argparse.Namespace) -> None:
             f"triples {curve.triples}"
         )
     file = options.out / "context.json"
-    save(file, fitted)
+    save_curves(file, fitted)
     console.print(f"{file} written. Use it with\nfastkv.Budget(quality=0.95, calibration={str(file)!r}).")

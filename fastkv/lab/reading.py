@@ -25,19 +25,18 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
 from .. import corrections
-from ..api import patch, patched
+from ..api import answers, patch, patched
 from ..budget import Budget
+from ..cache.layer import HeldTokens
 from ..cache.layout import Attends, Layout
-from ..cache.wrappers import HeldTokens
-from ..calibration.files import kv_shapes
+from ..calibration import kv_shapes
 from ..config import EVICT_EVERY, Config
 from ..errors import FastKVError
-from ..integrations.transformers import latent, modules, stock
+from ..integrations.transformers import modules, stock
 from ..integrations.transformers.cache import FastKVCache
 from ..integrations.transformers.prompt import Prompt, read_again
 from ..integrations.transformers.stock import CACHE
 from ..policies import Policy, Reread, get
-from ..prefix import answers
 
 
 @torch.no_grad()
@@ -126,7 +125,7 @@ class Reading:
 
         Raises: FastKVError for a model that caches latents, which are not what its layers hold.
         """
-        if any(map(latent.is_latent, modules.attentions(self.model).values())):
+        if any(map(modules.is_latent, modules.attentions(self.model).values())):
             raise FastKVError(f"{type(self.model).__name__} caches latents; run the stock model for its cache")
         cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))  # type: ignore[operator, union-attr]
         for index, held in enumerate(self.layers):

@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ..calibration.files import replace_file
+from ..calibration import replace_file
 from ..errors import FastKVError
 from ..integrations.transformers import modules
 from ..integrations.transformers.cache import FastKVCache

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fastkv import Budget, corrections, reference
-from fastkv.calibration.quality import keep_for
+from fastkv.calibration.fits import keep_for
 from fastkv.lab import facts, fits
 
 from .bench import Asked, Bench, Cache, Text, caches
