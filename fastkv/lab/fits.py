@@ -374,7 +374,6 @@ def run_queries(options: argparse.Namespace) -> None:
 # Quality: how much of a context a wanted quality of answers needs, for one model and some policies.
 
 STEEPEST, FINEST = 50.0, 1e-7  # a curve beyond the first is a step; how exactly its steepness is fitted
-KEEPS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 SINKS, RECENT = 4, 16
 FLOOR = 0.05  # nats per token below which an answer counts as certain
 
@@ -435,7 +434,7 @@ def make_triples(
     tokenizer: PreTrainedTokenizerBase,
     policy: str,
     *,
-    keeps: Sequence[float] = KEEPS,
+    keeps: Sequence[float] = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0),
     lengths: Sequence[int] = (256, 512, 1024),
     samples: int = 12,
     seed: int = 0,

@@ -49,7 +49,6 @@ OWN = "fastkv_"  # how the names of fastkv's tasks begin
 KEPT = "results groups group_subtasks configs versions n-shot n-samples higher_is_better config git_hash".split()
 ADVICE = "where its dataset cannot be reached, copy it to this machine and name it in a YAML file of your own"
 PREFIX = "fastkv_ruler_"
-LENGTHS, SAMPLES = 4096, 100
 
 Request = tuple[Any, list[int], list[int]]  # what the harness calls it, tokens of the context and of the continuation
 Answer = tuple[float, bool]  # log-likelihood of the continuation, and whether greedy decoding would give it
@@ -216,7 +215,7 @@ class RulerTask(ConfigurableTask):
     def __init__(self, config: dict[str, Any]) -> None:
         metadata = config.get("metadata") or {}
         self.kind = config["task"].removeprefix(PREFIX)
-        self.lengths = whole_numbers("max_seq_lengths", metadata.get("max_seq_lengths", LENGTHS))
+        self.lengths = whole_numbers("max_seq_lengths", metadata.get("max_seq_lengths", 4096))
         super().__init__(
             config={
                 **{name: value for name, value in config.items() if name != "class"},
@@ -239,7 +238,7 @@ class RulerTask(ConfigurableTask):
         from datasets import Dataset
 
         metadata = self.config.metadata or {}
-        (samples,) = whole_numbers("num_samples", metadata.get("num_samples", SAMPLES), most=1)
+        (samples,) = whole_numbers("num_samples", metadata.get("num_samples", 100), most=1)
         (seed,) = whole_numbers("seed", metadata.get("seed", 0), most=1, least=0)
         tokenizer = tokenizer_of(metadata.get("tokenizer"))
         rows = []

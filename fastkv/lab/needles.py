@@ -23,8 +23,6 @@ from . import common, reading, ruler
 from .reading import cache_bytes
 from .ruler import Sample, Tokenizer
 
-TASK = "niah_single_2"
-
 
 @torch.no_grad()
 def grid(
@@ -34,7 +32,7 @@ def grid(
     depths: Sequence[float],
     samples: int = 10,
     seed: int = 0,
-    task: str = TASK,
+    task: str = "niah_single_2",
     *,
     question: str = "later",
     progress: Callable[[], None] = lambda: None,
