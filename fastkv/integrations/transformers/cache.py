@@ -400,7 +400,8 @@ def build_layers(model: Module, config: Config, workspace: CacheWorkspace, stati
     latents = {index for index, module in modules.attentions(model).items() if modules.is_latent(module)}
     for place, (index, kind) in enumerate(kinds.items()):
         plan = LayerPlan(config, index, place, len(kinds), workspace.parallel, index in latents, shared.count(index))
-        layers[index] = kind.beside(layers[index], LayerCache(plan, workspace, static))
+        states = [layers[index].number_of_states] if hasattr(layers[index], "number_of_states") else []
+        layers[index] = kind(LayerCache(plan, workspace, static), *states)
     return [
         WindowLayer(rings[one.sliding_window]) if rings and type(one) is DynamicSlidingWindowLayer else one
         for one in layers
