@@ -16,15 +16,9 @@ from fastkv.policies import QueryStatistics
 ROLLS_BACK = hasattr(Cache, "activate_past_recording")  # whether transformers announces roll-backs: from 5.14 on
 VOCAB = 98
 SHAPE = {
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 COMMON = {**SHAPE, "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "initializer_range": 0.3}
 GEMMA = {
     **COMMON,
@@ -34,15 +28,9 @@ GEMMA = {
     "tie_word_embeddings": False,
 }
 MLA = {
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "first_k_dense_replace": 4,
-}
+    "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 4,
+}  # fmt: skip
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 FAMILIES = {

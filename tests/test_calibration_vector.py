@@ -52,9 +52,6 @@ def brute_r2(keys, values, weight):
     return 1 - wrong / (values - values.mean(1, keepdim=True)).square().sum((1, 2))
 
 
-# Least squares from sums.
-
-
 def test_values_that_do_not_vary_have_nothing_to_explain():
     """Sums of constants are off by rounding, to either side, which must not pass for variation."""
     keys, values = pairs(heads=64)
@@ -131,9 +128,6 @@ def test_fit_refuses_what_it_cannot_fit():
     refused("full-attention", fit, build("gemma3", layer_types=["sliding_attention"] * 4), [ids])
     model.model.layers[2].self_attn.v_proj.weight[:] = torch.inf
     refused("layer 2", fit, model, [ids])
-
-
-# The threshold of Proposition 1.
 
 
 def test_threshold_is_that_of_the_proposition():
@@ -290,9 +284,6 @@ def test_fingerprint_changes_with_every_field_and_not_with_what_a_config_spells_
         changed = copy.deepcopy(config)
         setattr(changed, field, value)
         assert fingerprint(changed) != before, field
-
-
-# Text.
 
 
 WORDS = "the old baker waited in the kitchen . a small dog slept near the door . ".split()

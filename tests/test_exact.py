@@ -8,7 +8,7 @@ import fastkv
 from fastkv.integrations.transformers import stock
 from fastkv.integrations.transformers.attention import NAME
 
-from .models import COMBINATIONS, build, compressed_layers, generate, prompt, raises, small
+from .models import COMBINATIONS, build, compressed_layers, generate, prompt, small
 from .pairwise import covering
 
 # Every day with one attention function each; `tests.families` tries both.
@@ -171,15 +171,3 @@ def test_layer_shares_are_what_they_say():
     fastkv.patch(model, "momentkv", budget=small(layers=[40, 20, 12, 8]))
     cache = model(ids).past_key_values
     assert [int(cache.stored(layer)[0, 0]) for layer in range(4)] == [40, 20, 12, 8]
-
-
-def test_reset_takes_a_new_batch_and_a_new_share():
-    model = build()
-    ids, mask = prompt()
-    fastkv.patch(model, "momentkv", budget=fastkv.Budget(keep=0.5, sinks=2, recent=4))
-    cache = fastkv.FastKVCache(model)
-    model(ids, attention_mask=mask, past_key_values=cache)
-    cache.reset()
-    model(ids[:2, :30], past_key_values=cache)
-    assert cache.stored(0).tolist() == [[15, 15]] * 2
-    raises("holds 2 sequences, got 1", model, ids[:1, :1], past_key_values=cache)

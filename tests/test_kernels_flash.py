@@ -104,13 +104,8 @@ def test_slots_in_codes(slots, monkeypatch):
 
 
 def test_what_it_does_not_serve_is_ours_alone():
-    for given, softcap in (
-        ({"dtype": torch.float32}, None),
-        ({}, 5.0),
-        ({"value_dim": 48}, None),
-        ({"num": _flash.FEWEST - 1}, None),
-        ({"dim": 272}, None),
-    ):
+    changed = {"dtype": torch.float32}, {"value_dim": 48}, {"num": _flash.FEWEST - 1}, {"dim": 272}
+    for given, softcap in (({}, 5.0), *((one, None) for one in changed)):
         block, _ = case(**{"num": 70, "dtype": BF16, **given})
         assert _flash.attend_itself(*block, make_spec(0.125, softcap)) == Attended()
     assert not flash_attn.CALLS

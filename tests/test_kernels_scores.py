@@ -293,9 +293,6 @@ def test_window_with_everything_visible():
     torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=1e-5)
 
 
-# Expected Attention, and z-scores
-
-
 @pytest.mark.parametrize("kind", MASKS)
 def test_weights_of_several_tiles(kind, monkeypatch):
     monkeypatch.setattr(expected_attention, "BLOCK", 64)
@@ -392,16 +389,10 @@ def test_leverage_any_case(num, size, kind, method, centre, dtype, seed):
         assert (got - exact).abs().max() < 1e-3
 
 
-# FastKV and KVzip
-
-
 def test_who_is_not_asked_has_no_say():
     asked = torch.rand(2, 20, generator=torch.Generator().manual_seed(2)) > 0.5
     assert peaks(num=30, asking=20, asked=asked).any()
     assert not peaks(num=30, asking=20, asked=torch.zeros_like(asked)).any()
-
-
-# Refusals
 
 
 @pytest.mark.parametrize(

@@ -152,9 +152,6 @@ def test_a_masked_token_is_not_absorbed():
     assert torch.equal(module.stored() + module.moments().count, torch.tensor([[31, 31], [30, 30]]))
 
 
-# Budgets.
-
-
 @pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
 def test_slices_of_a_fused_projection(backend):
     """They have gaps between heads, as GPT-NeoX's do."""

@@ -111,19 +111,6 @@ def test_masks_of_the_whole_prompt_are_not_made_for_blocks(monkeypatch):
     assert max(widest) <= 8 * (8 + 7)
 
 
-def test_what_sees_itself_as_a_whole_is_one_block():
-    """However long it is: a block is as long as it takes."""
-    model, ids = build("gemma3"), text(40)
-    kinds = torch.ones_like(ids)
-    kinds[:, :6] = kinds[:, 35:] = 0
-    want = model(input_ids=ids, token_type_ids=kinds).logits
-    assert (model(input_ids=ids).logits - want).abs().max() > 0.1
-    patch(model, prefill_block=5)
-    read = calls(model.model.language_model.layers[0])
-    close(model(input_ids=ids, token_type_ids=kinds).logits, want)
-    assert read == [5, 1, 29, 5]
-
-
 @pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen3_vl"])
 def test_a_prepared_mask_cannot_be_cut(name):
     model, given = build(name), prompt(name)
@@ -257,9 +244,6 @@ def test_graphs_of_a_step_continue_after_an_image():
         logits = step(token)
         close(logits, want[:, place])
         token = likeliest(logits[:, None])
-
-
-# The parts.
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])

@@ -72,9 +72,6 @@ def cast(tensors, dtype):
     return [tensor.to(dtype) for tensor in tensors]
 
 
-# Operations against float64.
-
-
 @each_dtype
 @each_kind
 def test_attention_is_softmax_at_any_logits(kind, dtype):
@@ -139,9 +136,6 @@ def test_a_layer_attends_to_what_it_retains(name, dtype, tmp_path):
             assert torch.equal(total, torch.full_like(total, index + 1))
         floats = [tensor for _, tensor in module.state.named_tensors() if tensor.is_floating_point()]
         assert all(torch.isfinite(tensor).all() for tensor in floats), kind
-
-
-# Models.
 
 
 FACTORS = {"llama": 40.0, "qwen3": 2000.0, "gemma3": 2000.0}

@@ -158,9 +158,6 @@ def test_heads_split_between_processes_score_as_on_one(policy):
         torch.testing.assert_close(torch.cat(list(pool.map(run, range(2))), 1), scored(policy, signals))
 
 
-# TOVA
-
-
 def test_tova_is_the_mean_over_all_heads_and_keeps_the_same_tokens_in_each():
     signals = make()
     scores = TOVA().score(signals)
@@ -171,9 +168,6 @@ def test_tova_is_the_mean_over_all_heads_and_keeps_the_same_tokens_in_each():
 
     agree(signals, scores, expected)
     assert all(heads == [heads[0]] * HEADS for heads in kept(scores, signals))
-
-
-# H2O
 
 
 @pytest.mark.parametrize("blocks", [[17], [5, 1, 8, 3], [1] * 17], ids=["whole", "blocks", "tokens"])
@@ -204,9 +198,6 @@ def test_h2o_in_blocks_equals_the_column_sums_of_the_whole_matrix(blocks):
     torch.testing.assert_close(memory, weights.sum(2).float(), atol=1e-6, rtol=0)
 
 
-# SnapKV and PyramidKV
-
-
 @pytest.mark.parametrize("pool", [1, 5, 7])
 def test_pyramidkv_scores_like_snapkv_and_brings_a_pyramid(pool):
     signals = make()
@@ -221,9 +212,6 @@ def test_pyramidkv_scores_like_snapkv_and_brings_a_pyramid(pool):
     assert torch.equal(scores, SnapKV(pool=pool).score(signals))
     later = replace(signals, decoding=True)  # one by one
     assert torch.equal(SnapKV(pool=pool).score(later), signals.attention)
-
-
-# KVzip
 
 
 def test_kvzip_remembers_the_largest_weight_and_scores_generated_tokens_by_attention():
@@ -256,9 +244,6 @@ def test_most_attended_equals_brute_force(monkeypatch, softcap, chunk):
             weights = [math.exp(x - float(lse[row, member, w])) for x in logits]
             best = [max(pair) for pair in zip(best, weights)]
         assert most[row, head].tolist() == pytest.approx(best, rel=1e-12)
-
-
-# CriticalKV
 
 
 @pytest.mark.parametrize("scratch", [1, 70, 1 << 24])
@@ -295,9 +280,6 @@ def test_criticalkv_top_k_does_both_stages(first, num, tokens, seed):
             got = by_position(signals, row, head, scores)
             assert all(got[p] >= 2 for p in won) and all(0 <= got[p] <= 1 for p in second)
     assert kept(scores, signals, tokens) == expected
-
-
-# DuoAttention
 
 
 @pytest.fixture
@@ -355,9 +337,6 @@ def test_duoattention_shares_out_exactly_the_budget(tmp_path_factory, heads, tok
     retrieval = [share for share, full in zip(shares, heads) if full]
     assert retrieval == sorted(retrieval, reverse=True) and retrieval[0] - retrieval[-1] <= 1
     assert retrieval[-1] >= tokens
-
-
-# MomentKV
 
 
 def residual(signals, row, head, slot, order):

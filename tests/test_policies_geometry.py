@@ -273,13 +273,6 @@ def test_a_block_is_remembered_and_what_was_known_stays():
     assert torch.equal(policy.remember(later).nan_to_num(-1), memory.nan_to_num(-1))
 
 
-def test_unknown_tokens_count_as_the_mean_of_the_known():
-    signals = made(held=4, new=2, batch=1, heads=1, decoding=True, pads=(0,), holes=(1,))
-    signals = changed(signals, memory=torch.tensor([[[0.0, 1.0, 5.0, 99.0, 0.0, 0.0]]]))
-    assert scored(NonCausal(), signals)[0, 0, [0, 1, 2, 4, 5]].tolist() == [3.0, 1.0, 5.0, 3.0, 3.0]
-    assert scored(NonCausal(), changed(signals, memory=torch.zeros(1, 1, 6))).tolist() == [[[0.0] * 6]]
-
-
 @pytest.mark.parametrize("value", [0.0, 1 / 3, -1e6, 1e-20])
 def test_a_constant_vector_has_z_0_also_with_rounding_noise(value):
     mask = torch.ones(1, 2, 50, dtype=torch.bool)

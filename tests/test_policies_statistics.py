@@ -56,13 +56,8 @@ def signals_of(decoding=False, seed=0, tokens=TOKENS, **options):
 def brute(policy, signals):
     """[B, Hkv, N] float64, 0 where not valid."""
     out = torch.zeros(signals.valid.shape, dtype=F64)
-    rule = {
-        LagKV: brute_lag,
-        RKV: brute_redundancy,
-        ExpectedAttention: brute_expected,
-        FastKV: brute_fastkv,
-        TriAttention: brute_tri,
-    }
+    rule = {LagKV: brute_lag, RKV: brute_redundancy, ExpectedAttention: brute_expected}
+    rule |= {FastKV: brute_fastkv, TriAttention: brute_tri}
     for b, h in itertools.product(*map(range, out.shape[:2])):
         index = [i for i in range(out.shape[2]) if signals.valid[b, h, i]]
         index.sort(key=lambda i: int(signals.positions[b, h, i]))
@@ -230,9 +225,6 @@ def test_half_precision_is_computed_in_float32(policy):
     torch.testing.assert_close(scored(policy, half)[half.valid], scored(policy, exact)[half.valid])
 
 
-# LagKV
-
-
 def test_a_second_reading_says_what_was_looked_up():
     """Of tokens that were read twice N is their largest attention times the length of their value."""
     signals = signals_of()
@@ -257,9 +249,6 @@ def test_channels_that_do_not_vary_say_nothing():
     assert torch.equal(scores, scored(LagKV(), replace(signals, keys=without)))
 
 
-# R-KV
-
-
 def test_keys_are_compared_in_parts(monkeypatch):
     signals = signals_of()
     whole = scored(RKV(), signals)
@@ -267,17 +256,11 @@ def test_keys_are_compared_in_parts(monkeypatch):
     torch.testing.assert_close(scored(RKV(), signals)[signals.valid], whole[signals.valid])
 
 
-# Expected Attention
-
-
 def test_a_block_without_queries_of_its_own_changes_nothing():
     signals = signals_of(pads=(0, 11))
     remembered = ExpectedAttention().remember(signals)
     assert torch.equal(remembered[1][signals.valid[1]], signals.memory[1][signals.valid[1]])
     assert not torch.equal(remembered[0], signals.memory[0])
-
-
-# TriAttention and the embedding
 
 
 @pytest.mark.parametrize(

@@ -221,9 +221,6 @@ def test_keydiff_of_some_slots_is_that_of_their_tokens(anchor, distance):
     torch.testing.assert_close(scores[:, :, used], ops.keydiff_scores(keys[:, :, used], anchor, distance=distance))
 
 
-# Compaction and eviction.
-
-
 @CASES
 @given(**SIZES, slots=st.integers(1, 9), new=st.integers(0, 6), order=ORDERS)
 def test_compact_conserves_every_token(batch, heads, seed, slots, new, order):
@@ -271,9 +268,6 @@ def test_compact_conserves_every_token(batch, heads, seed, slots, new, order):
             assert torch.equal(keys[b, h, slot], key) and torch.equal(values[b, h, slot], value)
     assert torch.equal(positions[:, :, used + new :], before[:, :, used + new :])
     assert_moments(moments, gone, 1e-6)
-
-
-# Moments.
 
 
 @CASES

@@ -38,9 +38,6 @@ def true_attention(q, keys, values, scale, softcap=None):
     return logits.softmax(-1) @ values.repeat_interleave(groups, 1), logits.logsumexp(-1)
 
 
-# Attention.
-
-
 def test_merge_of_partials_is_attention_over_the_union():
     q, keys, values = randn(1, 4, 1, 8), randn(1, 4, 20, 8), randn(1, 4, 20, 8)
     first, second = (true_attention(q, keys[:, :, part], values[:, :, part], 0.4) for part in (slice(7), slice(7, 20)))
@@ -219,8 +216,6 @@ def test_sketch_is_seeded_and_preserves_norms():
         mean = sum(phi @ phi.T for phi in drawn) / 400  # E[Phi Phi^T] = I over the draw
         torch.testing.assert_close(mean, torch.eye(24), atol=0.12, rtol=0)
 
-
-# Refusals.
 
 KEYS = randn(1, 2, 4, 8)
 MASK = torch.ones(2, 3, 4, dtype=torch.bool)

@@ -154,9 +154,6 @@ def test_wrong_arguments_are_refused():
         empty(4).add(keys, values, torch.ones(2, 3, 4, dtype=torch.bool))
 
 
-# Means in bf16.
-
-
 @given(seed=st.integers(0, 2**31), num=st.integers(1, 9))
 def test_rounding_to_bfloat16_takes_a_neighbour(seed, num):
     """The number below or above, every fp32 that is one already as it is, and both equally often on average."""

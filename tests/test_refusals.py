@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from packaging.version import Version
 from peft import PrefixTuningConfig, get_peft_model
 from transformers import BloomConfig, BloomForCausalLM
-from transformers.cache_utils import Cache
 
 import fastkv
 from fastkv import Budget
@@ -200,22 +198,6 @@ def test_refused_uses_leave_the_model_as_it_was(use):
     raises(expected, attempt, model, ids)
     assert snapshot(model) == before
     assert torch.equal(generate(model, ids), tokens)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_drafts_on_older_transformers(name, monkeypatch):
-    """Transformers that cannot roll back, or not in sliding-window layers, are refused before anything is read."""
-    model = fastkv.patch(build(name), budget=Budget(tokens=20, sinks=2, recent=4))
-    ids, _ = prompt(1, 50, (0,))
-    before = snapshot(model)
-    if name == "llama":
-        monkeypatch.delattr(Cache, "activate_past_recording", raising=False)
-        expected = "needs transformers >= 5.14"
-    else:
-        monkeypatch.setattr(fastkv.integrations.transformers.forward, "SLIDING_ROLLBACK", Version("999"))
-        expected = f"needs transformers >= {'5.23' if ROLLS_BACK else '5.14'}"
-    raises(expected, with_draft, model, ids)
-    assert snapshot(model) == before
 
 
 def test_caches_of_inference_mode_stay_in_it():

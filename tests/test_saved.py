@@ -387,7 +387,7 @@ def test_what_cannot_be_saved(tmp_path):
     cache.workspace.parallel = Parallel(0, 2)
     raises("by one process, but 2 share this model's heads; load it without", cache.save, path)
     with pytest.raises(FastKVError, match="by one process, but 2 share this model's heads; load it without"):
-        saved.read(path, model.config, cache.config, cache.layers, {}, torch.float32)
+        saved.read(path, cache, model)
     assert path.read_text() == "old"
     assert sorted(one.name for one in tmp_path.iterdir()) == ["cache"]
 

@@ -70,15 +70,12 @@ def test_recovered_values_are_exact_where_the_map_is(block, backend):
     assert torch.equal(generate(model, ids, mask, new=new), tokens)
 
 
+OTHERS = [name for name in NAMES if name != "duoattention"]
+
+
 @pytest.mark.parametrize(
     "name,block",
-    covering(
-        [name for name in NAMES if name != "duoattention"],
-        [None, 16],
-        together=1,
-        where=lambda name, block: not block or name in IN_BLOCKS,
-        slow=FOLLOWERS,
-    ),
+    covering(OTHERS, [None, 16], together=1, where=lambda name, block: not block or name in IN_BLOCKS, slow=FOLLOWERS),
 )
 def test_on_top_of_every_policy(name, block, tmp_path):
     model = build()

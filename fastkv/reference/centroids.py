@@ -245,17 +245,7 @@ def centroid_estimate(
     Returns: value [B, Hq, T, Dv] (zero for an empty set) and log_mass [B, Hq, T] (-inf for an empty set).
     Raises: FastKVError if Hq is not a multiple of Hkv.
     """
-    batch, num_heads, num, _ = q.shape
-    logit = centroid_logits(q, centroids, scale, softcap)
-    log_mass = logit.logsumexp(-1)
-    top = log_mass.masked_fill(log_mass == float("-inf"), 0.0)[..., None]
-    value = torch.exp(logit - top) @ centroids.values.to(logit.dtype)
-    return value.reshape(batch, num_heads, num, -1), log_mass.reshape(batch, num_heads, num)
-
-
-def centroid_logits(q: Tensor, centroids: Centroids, scale: float, softcap: float | None = None) -> Tensor:
-    """The b_c of every query of a group, [B, Hkv, G * T, M], -inf for unused centroids; as in `centroid_estimate`."""
-    batch, num_heads, _, dim = q.shape
+    batch, num_heads, num, dim = q.shape
     heads = centroids.count.shape[1]
     check_groups("centroid_estimate", num_heads, heads)
     dtype = torch.promote_types(compute_dtype(q), centroids.keys.dtype)
@@ -269,4 +259,8 @@ def centroid_logits(q: Tensor, centroids: Centroids, scale: float, softcap: floa
     sigma = (centroids.spread.to(dtype)[:, :, None] / count.clamp(min=1)).sqrt()
     deviation = scale * slope * grouped.norm(dim=-1, keepdim=True) * sigma
     logit = logit + deviation + torch.log1p(torch.exp(-2 * deviation)) - math.log(2)  # log cosh without overflow
-    return torch.where(count > 0, count.log() + logit, float("-inf"))
+    logit = torch.where(count > 0, count.log() + logit, float("-inf"))  # b_c, [B, Hkv, G * T, M]
+    log_mass = logit.logsumexp(-1)
+    top = log_mass.masked_fill(log_mass == float("-inf"), 0.0)[..., None]
+    value = torch.exp(logit - top) @ centroids.values.to(logit.dtype)
+    return value.reshape(batch, num_heads, num, -1), log_mass.reshape(batch, num_heads, num)

@@ -144,17 +144,8 @@ CHANGES = {
     "gemma3": {"mm_tokens_per_image": 4},
 }
 # What transformers raises where a config does not fit, or a package is missing.
-BROKEN = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-BROKEN = (*BROKEN, StrictDataclassError)
+BROKEN = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError)
+BROKEN = (*BROKEN, RuntimeError, TypeError, ValueError, StrictDataclassError)
 MLA = ("kv_lora_rank",)  # whose keys and values have as many heads as queries
 
 

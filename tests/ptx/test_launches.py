@@ -56,16 +56,8 @@ def test_decode_steps_over_codes_in_pages(slots, number):
 
 @pytest.mark.parametrize("dtype, correction", covering(DTYPES, ["moments", "centroids"], together=2))
 def test_prompt_blocks_of_real_sizes(dtype, correction):
-    block, state = prefill.case(
-        batch=1,
-        heads=2,
-        groups=4,
-        dim=128,
-        slots=200,
-        num=70,
-        dtype=dtype,
-        parts=31 if correction == "centroids" else None,
-    )
+    sizes = dict(batch=1, heads=2, groups=4, dim=128, slots=200, num=70)
+    block, state = prefill.case(**sizes, dtype=dtype, parts=31 if correction == "centroids" else None)
     prefill.check(block, state)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import transformers
 from packaging.version import Version
 from torch.nn import Module
+from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...backend import Parallel, check_backend
@@ -142,7 +143,8 @@ def check(model: Module, config: Config, runs: bool = True) -> list[Module]:
             "their keys cannot be compressed"
         )
     sources = modules.sources(model)
-    alone = [index for index in found if index not in sources and not stock.has_keys(layers, index)]
+    cached = {index for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)}
+    alone = [index for index in found if index not in sources and index not in cached]
     if alone:
         raise FastKVError(
             f"layers {alone} of {type(model).__name__} attend to keys that they do not cache, expected a layer of "
@@ -185,7 +187,7 @@ def _check_base(module: Module, base: str, where: str, vouched: bool) -> None:
         ignored = modules.softcap(module) or modules.sinks(module)
     elif stock.is_flash(base) and not vouched:
         ignored = modules.sinks(module)
-    if ignored is not None or not stock.is_base(base):
+    if ignored is not None or (base not in stock.BASES and not stock.is_hub_flash(base)):
         wanted = stock.BASES if ignored is None else ("eager",)
         why = f" ({base} ignores {ignored})" if ignored else ""
         raise FastKVError(

@@ -288,7 +288,7 @@ class FastKVCache(Cache):
         if self.windows:  # the file holds what transformers expects; this cache goes on with its rings
             source = self.clone()
             source.unroll()
-        serialization.write(path, self.model_config, self.config, source.layers, self.rope_deltas)
+        serialization.write(path, source)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Module) -> FastKVCache:
@@ -298,8 +298,7 @@ class FastKVCache(Cache):
         Raises: FastKVError if it is not, if shapes or dtype differ, or if the file is damaged or of another kind.
         """
         cache = cls(model)
-        places, dtype = _places(model), model.dtype
-        cache.rope_deltas = serialization.read(path, cache.model_config, cache.config, cache.layers, places, dtype)  # type: ignore[arg-type]
+        serialization.read(path, cache, model)
         return cache
 
     def clone(self) -> FastKVCache:
@@ -328,12 +327,6 @@ class FastKVCache(Cache):
         twin = self.clone()
         twin.batch_repeat_interleave(n)
         return twin
-
-
-def _places(model: Module) -> dict[int, tuple[torch.device, int]]:
-    """Of each layer of the model, its device and how many query heads share a KV head (1 without attention)."""
-    groups = {layer: modules.Sizes.of(module).groups for layer, module in modules.attentions(model).items()}
-    return {layer: (device, groups.get(layer, 1)) for layer, device in modules.devices(model).items()}
 
 
 def stock_layers(model: Module) -> list[Any]:
@@ -407,7 +400,8 @@ def build_layers(model: Module, config: Config, workspace: CacheWorkspace, stati
     latents = {index for index, module in modules.attentions(model).items() if modules.is_latent(module)}
     for place, (index, kind) in enumerate(kinds.items()):
         plan = LayerPlan(config, index, place, len(kinds), workspace.parallel, index in latents, shared.count(index))
-        layers[index] = kind.beside(layers[index], LayerCache(plan, workspace, static))
+        states = [layers[index].number_of_states] if hasattr(layers[index], "number_of_states") else []
+        layers[index] = kind(LayerCache(plan, workspace, static), *states)
     return [
         WindowLayer(rings[one.sliding_window]) if rings and type(one) is DynamicSlidingWindowLayer else one
         for one in layers

@@ -41,11 +41,6 @@ class FastKVLayer(CacheLayerMixin):
         self.expected = self.batch_size = 0
         self.awaited = False
 
-    @classmethod
-    def beside(cls, other: Any, cache: LayerCache) -> FastKVLayer:
-        """A layer in the place of one of transformers', which may say what is to be kept beside the cache."""
-        return cls(cache)
-
     @property
     def state(self) -> LayerState | None:
         """What the layer remembers; None until the first tokens arrive."""
@@ -288,11 +283,6 @@ class HybridLayer(FastKVLayer, LinearAttentionLayer):  # type: ignore[misc]
         """Args: states: how many of linear attention, where transformers lets a layer have several."""
         LinearAttentionLayer.__init__(self, *states)
         FastKVLayer.__init__(self, cache)
-
-    @classmethod
-    def beside(cls, other: Any, cache: LayerCache) -> FastKVLayer:
-        """With as many states as that layer."""
-        return cls(cache, *([other.number_of_states] if hasattr(other, "number_of_states") else []))
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Of the cache, which is given keys, or of the state, which is given keywords."""

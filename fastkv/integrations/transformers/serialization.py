@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -27,8 +27,11 @@ from ...config import Config
 from ...errors import FastKVError
 from ...policies import Policy
 from ...reference import LayerState
-from . import stock
+from . import modules, stock
 from .layer import FastKVLayer
+
+if TYPE_CHECKING:
+    from .cache import FastKVCache
 
 HEADER = "fastkv.cache"  # the one metadata entry; its presence says what the file is
 VERSION = 1
@@ -36,19 +39,16 @@ DELTAS = "rope_deltas"  # of the cache, where positions do not count tokens
 STOCK = "stock."  # before the names of what a compressed layer keeps for transformers
 
 
-def write(
-    path: str | os.PathLike[str], model_config: Any, config: Config, layers: Sequence[Any], deltas: Tensor | None
-) -> None:
-    """Save the layers of a cache; whoever reads `path` sees the old file or the whole new one.
+def write(path: str | os.PathLike[str], cache: FastKVCache) -> None:
+    """Save a cache; whoever reads `path` sees the old file or the whole new one.
 
-    Args: config: the model was patched with.  layers: FastKVLayer or stock, one per layer of the model.  deltas: [B, 1]
-        int64, `rope_deltas` of the cache.
     Raises: FastKVError if the cache is empty, awaits a roll-back or is of several processes, or if writing fails.
     """
-    _check_alone(layers)
+    _check_alone(cache)
+    deltas = cache.rope_deltas
     tensors: dict[str, Tensor] = {} if deltas is None else {DELTAS: deltas.cpu().contiguous()}
     entries = []
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(cache.layers):
         compressed = isinstance(layer, FastKVLayer)
         if compressed and layer.state is None:
             raise FastKVError("an empty cache cannot be saved; run the model with it first")
@@ -58,9 +58,9 @@ def write(
         tensors |= {f"{index}.{name}": tensor.detach().cpu().contiguous() for name, tensor in held.items()}
     header = {
         "version": VERSION,
-        "fingerprint": fingerprint(model_config),
-        "model": describe(model_config),
-        "settings": {"dtype": str(_compressed(layers)[0].dtype), **described(config)},
+        "fingerprint": fingerprint(cache.model_config),
+        "model": describe(cache.model_config),
+        "settings": {"dtype": str(cache.compressed[0].dtype), **described(cache.config)},
         "layers": entries,
         "versions": {"fastkv": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
@@ -68,13 +68,9 @@ def write(
     replace_file(Path(path), to_bytes(tensors, {HEADER: f"{_digest(words, tensors)} {words}"}))
 
 
-def _compressed(layers: Sequence[Any]) -> list[FastKVLayer]:
-    return [layer for layer in layers if isinstance(layer, FastKVLayer)]
-
-
-def _check_alone(layers: Sequence[Any]) -> None:
+def _check_alone(cache: FastKVCache) -> None:
     """Raise FastKVError if several processes share the heads: each would hold a part only."""
-    size = max(layer.cache.workspace.parallel.size for layer in _compressed(layers))
+    size = cache.workspace.parallel.size
     if size > 1:
         raise FastKVError(
             f"caches are saved and loaded by one process, but {size} share this model's heads; load it without tp_plan"
@@ -142,48 +138,40 @@ def _digest(words: str, tensors: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def read(
-    path: str | os.PathLike[str],
-    model_config: Any,
-    config: Config,
-    layers: Sequence[Any],
-    sizes: Mapping[int, tuple[torch.device, int]],
-    dtype: torch.dtype,
-) -> Tensor | None:
-    """Fill the empty layers of a new cache with what `write` saved. Returns: its `deltas`, on the first layer's device.
+def read(path: str | os.PathLike[str], cache: FastKVCache, model: Any) -> None:
+    """Fill a new cache of a model with what `write` saved.
 
-    Args: sizes: of each layer of the model, its device and how many query heads share a KV head.  dtype: that the model
-        computes in.  The others as in `write`.
     Raises: FastKVError if the file cannot be read, is damaged or of something else, was written by a newer fastkv, or
         if the model or how it is patched differs; layers may then be half filled.
     """
-    _check_alone(layers)
-    file = _File.open(path)
-    if file.header.get("fingerprint") != fingerprint(model_config):
+    _check_alone(cache)
+    file, known, layers, dtype = _File.open(path), cache.model_config, cache.layers, model.dtype
+    if file.header.get("fingerprint") != fingerprint(known):
         raise FastKVError(
-            f"{path} holds a cache of another model ({file.header.get('model')}), got {describe(model_config)}; load "
-            "it with the model it was saved from"
+            f"{path} holds a cache of another model ({file.header.get('model')}), got {describe(known)}; load it with "
+            "the model it was saved from"
         )
-    file.check_settings({"dtype": str(dtype), **described(config)})
+    file.check_settings({"dtype": str(dtype), **described(cache.config)})
+    groups = {layer: modules.Sizes.of(module).groups for layer, module in modules.attentions(model).items()}
+    devices = modules.devices(model)
     entries: Any = file.header.get("layers")
     file.need(isinstance(entries, list) and len(entries) == len(layers))
     for index, (layer, entry) in enumerate(zip(layers, entries)):
         file.need(isinstance(entry, dict) and isinstance(layer, FastKVLayer) == ("seen" in entry))
         start = f"{index}."
         saved = {name.removeprefix(start): each for name, each in file.tensors.items() if name.startswith(start)}
-        device, groups = sizes.get(index, (torch.device("cpu"), 1))  # a layer without weights keeps nothing
+        device = devices.get(index, torch.device("cpu"))  # a layer without weights keeps nothing
         own = saved
         if isinstance(layer, FastKVLayer):
-            _fill(file, layer, entry, saved, device, groups, dtype)
+            _fill(file, layer, entry, saved, device, groups[index], dtype)
             own = {name.removeprefix(STOCK): each for name, each in saved.items() if name.startswith(STOCK)}
         file.need(stock.fits(layer, own))
         names = [name for name in stock.numbers(layer) if name in entry]
         stock.fill(layer, own, dict(zip(names, file.counts(entry, *names))), device)
-    first, deltas = _compressed(layers)[0].state, file.tensors.get(DELTAS)
-    if first is None or deltas is None:
-        return None
-    file.need(deltas.dtype == torch.int64 and deltas.shape == (len(first.seen), 1))
-    return deltas.to(first.seen.device)
+    first, deltas = cache.compressed[0].state, file.tensors.get(DELTAS)
+    if first is not None and deltas is not None:
+        file.need(deltas.dtype == torch.int64 and deltas.shape == (len(first.seen), 1))
+        cache.rope_deltas = deltas.to(first.seen.device)
 
 
 def _fill(

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import (
-    CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -35,7 +34,8 @@ PAIRS = ("keys", "values")
 STATES = ("conv_states", "recurrent_states")
 NUMBERS = ("cumulative_length", "record_past")  # of sliding-window layers, those that have them
 
-# Attention implementations that compute what models mean; and those of the hub that `is_hub_flash` knows.
+# Attention implementations that compute what models mean, to fall back on and to read a first prompt with; and those
+# of the hub that `is_hub_flash` knows.
 BASES = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 WORDS: dict[type, str] = {
@@ -52,11 +52,6 @@ def is_hub_flash(base: str) -> bool:
     return "/" in base and ALL_ATTENTION_FUNCTIONS.get(base) is flash_attention_forward
 
 
-def is_base(base: str) -> bool:
-    """Whether patched layers may fall back on an attention implementation, and read a first prompt with it."""
-    return base in BASES or is_hub_flash(base)
-
-
 def is_flash(base: str) -> bool:
     """Whether an attention implementation is one of flash-attn, which takes 2-D masks only."""
     return base.startswith("flash_attention_") or is_hub_flash(base)
@@ -70,11 +65,6 @@ def seen(mask: Tensor) -> Tensor:
 def is_compressed(layer: Any) -> bool:
     """Whether fastkv puts its own layer in the place of this one."""
     return type(layer) in COMPRESSED
-
-
-def has_keys(layers: list[Any], index: int) -> bool:
-    """Whether keys and values of the layer at that place are cached there."""
-    return index < len(layers) and isinstance(layers[index], CacheLayerMixin)
 
 
 def census(layers: list[Any]) -> str:

@@ -60,7 +60,7 @@ class Compression:
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
-        self.classes: list[Kind] = [None, *(settings.classes(vllm_config) or ())]
+        self.classes: list[Kind] = [None, *(settings.setting(vllm_config, "classes") or ())]
         self.configs = {
             kind: settings.fitted(settings.config_of(vllm_config, kind), vllm_config) for kind in self.classes
         }
@@ -83,7 +83,7 @@ class Compression:
             self.config,
             config.scheduler_config.max_num_seqs,
             singles=captured or config.use_v2_model_runner,
-            copies=settings.prefixes(config) > 0,
+            copies=settings.setting(config, "prefixes") > 0,
             kinds=RequestArguments.kinds,
         )
 
@@ -215,7 +215,7 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """A step that decodes launches the same whoever is in it, where all requests have the same settings."""
-        alike = not settings.asked(vllm_config) or settings.classes(vllm_config) is None
+        alike = not settings.asked(vllm_config) or settings.setting(vllm_config, "classes") is None
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if alike else AttentionCGSupport.NEVER
 
 

@@ -46,7 +46,7 @@ class Menu:
         if not settings.asked(vllm_config):
             return cls()
         budget = settings.config_of(vllm_config).budget
-        classes = settings.classes(vllm_config)
+        classes = settings.setting(vllm_config, "classes")
         return cls(None if classes is None else tuple(classes), max(budget.reserved, 1), budget.tokens or 0)
 
     def chosen(self, arguments: dict[str, Any] | None, prompt: int) -> Kind:

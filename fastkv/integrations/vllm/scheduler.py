@@ -117,7 +117,7 @@ class FromPrefixes(InBlocks):
         self.hashes = get_request_block_hasher(self.size, function)
         pool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
         pages = pool.num_gpu_blocks - 1  # page 0 is nobody's
-        self.prefixes = Prefixes(pool, max(1, int(settings.prefixes(vllm_config) * pages / len(self.own))))
+        self.prefixes = Prefixes(pool, max(1, int(settings.setting(vllm_config, "prefixes") * pages / len(self.own))))
         self.looked: dict[str, int] = {}
         self.passed_over: set[str] = set()
         logger.info("fastkv: up to %d beginnings of prompts are kept in %d pages", self.prefixes.most, pages)
@@ -234,7 +234,7 @@ def prepare(vllm_config: Any) -> None:
     Raises: FastKVError if a scheduler was asked for that is none of these.
     """
     chosen = vllm_config.scheduler_config
-    kept = settings.prefixes(vllm_config) > 0
+    kept = settings.setting(vllm_config, "prefixes") > 0
     kind = SCHEDULERS[bool(chosen.async_scheduling), kept]
     if chosen.scheduler_cls is None:
         chosen.scheduler_cls = kind

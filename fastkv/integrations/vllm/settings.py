@@ -94,21 +94,13 @@ def config_of(vllm_config: Any, kind: Kind = None) -> Config:
     return config
 
 
-def classes(vllm_config: Any) -> dict[str, Any] | None:
-    """The settings of each class that requests may ask for; None where requests may ask for nothing."""
-    found: dict[str, Any] | None = vllm_config.additional_config[KEY].get("classes")
-    return found
+def setting(vllm_config: Any, name: str) -> Any:
+    """One of the settings of `DEFAULTS`, as it was given.
 
-
-def vector_file(vllm_config: Any) -> str | None:
-    """The file of VECTOR's maps, None for none."""
-    file: str | None = vllm_config.additional_config[KEY].get("vector")
-    return file
-
-
-def prefixes(vllm_config: Any) -> float:
-    """The share of the pages that may keep beginnings of prompts for others to go on from, 0 for none."""
-    return float(vllm_config.additional_config[KEY].get("prefixes", DEFAULTS["prefixes"]))
+    "classes": the settings of each class that requests may ask for, None where they may ask for nothing.  "vector": the
+    file of VECTOR's maps.  "prefixes": the share of the pages that may keep beginnings of prompts for others.
+    """
+    return {**DEFAULTS, **vllm_config.additional_config[KEY]}[name]
 
 
 def _check_names(what: str, settings: dict[str, Any], known: list[str]) -> None:
@@ -177,7 +169,7 @@ def _check_engine(vllm_config: Any, config: Config) -> None:
             "halves of a batch are described at once, where steps that are captured look for one of them",
         ),
         "a choice of classes with pipeline parallelism": (
-            classes(vllm_config) is not None and parallel.pipeline_parallel_size > 1,
+            setting(vllm_config, "classes") is not None and parallel.pipeline_parallel_size > 1,
             "the last process alone is told what requests ask for",
         ),
         "context parallelism": (
@@ -220,7 +212,7 @@ def fitted(config: Config, vllm_config: Any) -> Config:
     Raises: FastKVError if a file is missing or of another model, or if the turning cannot be undone.
     """
     known = vllm_config.model_config.hf_config
-    config = with_fits(config, known, vector_file(vllm_config))
+    config = with_fits(config, known, setting(vllm_config, "vector"))
     heads, processes = (
         vllm_config.model_config.get_total_num_kv_heads(),
         vllm_config.parallel_config.tensor_parallel_size,
