@@ -36,7 +36,14 @@ BLOCK = 500  # of a prompt: no multiple of 16
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FOUR = ("int4", "k8v4")  # whose values are packed
 # Kernels that read nothing else, a few bytes at a time.
-NUMBERS = ("_flash.runs", "window_scores.merge", "expected_attention.sum", "expected_attention.weight", "z_scores.z")
+NUMBERS = (
+    "_flash.runs",
+    "rows.copy",
+    "window_scores.merge",
+    "expected_attention.sum",
+    "expected_attention.weight",
+    "z_scores.z",
+)
 LEAVING = ("evict.evict", "compact.moments", "compact.merge")
 PREFILL = "prefill_attention.prefill"
 SHARES = (0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7)  # of heads of unequally many slots
@@ -164,6 +171,12 @@ def signals(dim: int, **kept: Any) -> None:
     """What is known of slots before an eviction."""
     state, rule = layer(dim, **kept)
     operations.slot_signals(new(*candidates(state), dtype=torch.int32), state, rule)
+
+
+def rows(dim: int, **kept: Any) -> None:
+    """Copies of pages, and back."""
+    state, _ = layer(dim, rows=True, **kept)
+    operations.put(state, operations.taken(state, equal=True))
 
 
 def residuals(dim: int, attention: bool = True, dtype: str = "bf16", **kept: Any) -> None:

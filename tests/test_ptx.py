@@ -26,6 +26,7 @@ SAMPLES = {
         "tests/test_kernels_evict.py::test_moment_scores_shapes[llama-float32]",
         "tests/test_kernels_prefill.py::test_centroids[(128, 48, 1, 17, torch.float32)-None-float32]",
         "tests/test_kernels_remember.py::test_an_eviction[64-float32]",
+        "tests/test_rows.py::test_copies_of_rows[tokens1-int4]",
         "tests/test_kernels_scores.py::test_keydiff[cosine-mean-float32]",
         "tests/test_kernels_scores.py::test_leverage[False-none-float32]",
         "tests/test_kernels_scores.py::test_groups[mass-1-float32]",

@@ -21,12 +21,12 @@ from .test_serving_batch import described, only
 
 HQ, HKV, DIM, BLOCK, EVERY = 8, 2, 32, 64, 16
 LAUNCHES = {  # of a step in which prompts begin, of one that reads their ends, before one where an eviction is due
-    ("keydiff", "uniform"): (29, 42, 7),
-    ("keydiff", "calibrated"): (81, 87, 27),
-    ("momentkv", "uniform"): (41, 101, 12),
-    ("snapkv", "uniform"): (32, 75, 5),
-    ("fastkv", "uniform"): (190, 203, 52),
-    ("fastkv", "calibrated"): (270, 284, 110),
+    ("keydiff", "uniform"): (19, 32, 5),
+    ("keydiff", "calibrated"): (26, 32, 14),
+    ("momentkv", "uniform"): (21, 81, 5),
+    ("snapkv", "uniform"): (20, 63, 3),
+    ("fastkv", "uniform"): (170, 183, 49),
+    ("fastkv", "calibrated"): (176, 190, 86),
 }
 
 

@@ -62,6 +62,7 @@ class PageFormat:
             first, shape = self.places[name], like.shape[1:]
             stretch = pages[:, first : first + prod(shape) * like.itemsize].view(like.dtype)
             state.replace(name, stretch.unflatten(1, shape) if shape else stretch[:, 0])
+        state.pages = pages
         return state
 
     def allocate(self, number: int, device: torch.device | str) -> LayerState:
@@ -246,14 +247,14 @@ class PagedLayer:
         Args: all tokens of the batch: q [N, Hq, D], k, v [N, Hkv, D], out [N, Hq, Dv].
         """
         chosen, valid = self.state.at(blocks.index), blocks.valid
-        own = chosen.taken()
+        own = ops.taken(chosen, self.rule.spec, equal=self.rule.layout.fixed)
         for slots in own.tiers.values():
             slots.limit = self._limit(slots, blocks)
             slots.filled = min(max(blocks.before), slots.limit - self.rule.layout.spare * (slots is own.exact))
         q, k, v = (blocks.gathered(part, heads) for part, heads in zip((q, k, v), self.heads))
         result, mass = attend_block(own, q, k, v, valid, self.rule)
         absorb_block(own, q, k, v, valid, self.rule, mass=mass)
-        chosen.put(own)
+        ops.put(chosen, own, self.rule.spec)
         out.index_copy_(0, blocks.own, result.transpose(1, 2)[blocks.sequence, blocks.within])
 
     def _limit(self, slots: Slots, blocks: PagedBlocks) -> int:

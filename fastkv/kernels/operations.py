@@ -26,6 +26,8 @@ from .noncausal_mass import noncausal_attention_mass as noncausal_attention_mass
 from .peak_attention import most_attended as most_attended
 from .peak_attention import peak_attention as peak_attention
 from .prefill_attention import prefill_attention as prefill_attention
+from .rows import put as put
+from .rows import taken as taken
 from .z_scores import z_scores as z_scores
 
 FOLLOWS_ROWS = ("compact", "decode_step", "evict", "prefill_attention", "remember", "slot_signals")

@@ -127,6 +127,16 @@ def workspace_room(
     return implementation("workspace_room", "triton", device.type)(num_heads, state, spec, most, device)
 
 
+def taken(state: LayerState, spec: Spec, but: tuple[str, ...] = (), equal: bool = False) -> LayerState:
+    """`LayerState.taken`. Kernel: one launch, of pages."""
+    return implementation("taken", spec.backend, state.seen.device.type)(state, but, equal)  # type: ignore[no-any-return]
+
+
+def put(state: LayerState, own: LayerState, spec: Spec) -> None:
+    """`LayerState.put`. Kernel: one launch, into pages."""
+    implementation("put", spec.backend, state.seen.device.type)(state, own)
+
+
 # Scores: how much each cached token matters. And which of them stay.
 
 

@@ -75,4 +75,4 @@ from .selection import (
     slot_signals,
 )
 from .slots import FORMATS, FP8, INT4, INT8, PLAIN, Codec, RowFormat, SlotFormat, Stored, rotated, slot_format, step_of
-from .state import LayerState, Recovery, Slots, Spec
+from .state import LayerState, Recovery, Slots, Spec, put, taken
