@@ -22,11 +22,11 @@ from .test_serving_batch import described, only
 HQ, HKV, DIM, BLOCK, EVERY = 8, 2, 32, 64, 16
 LAUNCHES = {  # of a step in which prompts begin, of one that reads their ends, before one where an eviction is due
     ("keydiff", "uniform"): (19, 32, 5),
-    ("keydiff", "calibrated"): (26, 32, 14),
+    ("keydiff", "calibrated"): (26, 32, 5),
     ("momentkv", "uniform"): (21, 81, 5),
     ("snapkv", "uniform"): (20, 63, 3),
-    ("fastkv", "uniform"): (170, 183, 49),
-    ("fastkv", "calibrated"): (176, 190, 86),
+    ("fastkv", "uniform"): (34, 47, 9),
+    ("fastkv", "calibrated"): (40, 50, 9),
 }
 
 

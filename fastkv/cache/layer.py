@@ -329,7 +329,7 @@ def evict(state: LayerState, rule: LayerConfig, anew: bool = False) -> None:
     ops.evict(scores, chosen, state, rule.spec)
     if state.rows is None:  # else other rows have more
         exact.filled = exact.limit - spare
-    compaction.memorise(state, candidates)
+    compaction.memorise(state, candidates, rule)
 
 
 def _evicts_in_place(state: LayerState, rule: LayerConfig) -> bool:

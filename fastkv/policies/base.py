@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from ..errors import FastKVError, is_whole
@@ -232,12 +231,3 @@ def check_at_least(policy: Policy, **least: int) -> None:
             raise FastKVError(
                 f"{policy.name}: {name} must be an integer of at least {minimum}, got {value!r}; pass a whole number"
             )
-
-
-def known_or_mean(signals: Signals) -> Tensor:
-    """What is remembered of each candidate, [B, Hkv, N]; where that is 0, the mean of what the head remembers."""
-    assert signals.memory is not None
-    known = signals.valid & (signals.memory > 0)
-    score = torch.where(known, signals.memory, 0)
-    mean = score.sum(-1, keepdim=True) / known.sum(-1, keepdim=True).clamp(min=1)
-    return torch.where(known, score, mean)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..errors import check_shape
 from .gather import pack, rows_at, unpack
@@ -188,3 +189,21 @@ def remember(
     for index in in_order(positions, gone)[..., :most].split(CHUNK, -1):
         new_keys, new_values = (rows_at(rows, index) for rows in (keys, values))
         state.parts.copy_(state.parts.add(new_keys, new_values, gone.gather(2, index)))
+
+
+def memorise(known: Tensor, positions: Tensor, valid: Tensor, state: LayerState, spec: Spec) -> None:
+    """Put what is known of the candidates where those among them lie that stay; 0 in slots that are not in use.
+
+    Args: known [B, Hkv, N] fp32, a number of each; positions, valid [B, Hkv, N].
+    """
+    slots = state.exact
+    assert slots.memory is not None
+    order = in_order(positions, valid)
+    ordered = torch.where(valid, positions, torch.iinfo(torch.int32).max).gather(-1, order)
+    place = torch.searchsorted(ordered, slots["positions"].contiguous()).clamp(max=ordered.shape[-1] - 1)
+    rows = torch.where(slots.valid, known.gather(-1, order).gather(-1, place), 0)
+    if slots.starts is not None:
+        pack(slots.starts, [(slots.memory, pad(rows, (0, 1)))])  # it repeats the last one: 0, for tokens to come
+        return
+    slots.memory.zero_()
+    slots.memory[:, :, : slots.filled] = rows
