@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import fastkv.kernels
+from fastkv import ops
 from fastkv.cache.pages import PageFormat
 from fastkv.errors import FastKVError
 from fastkv.kernels import _flash, operations, select, window_scores
@@ -174,10 +175,26 @@ def signals(dim: int, **kept: Any) -> None:
     operations.slot_signals(new(*candidates(state), dtype=torch.int32), state, rule)
 
 
+def reading(dim: int, **kept: Any) -> None:
+    """What becomes of the tokens of an engine, and what a layer chooses from."""
+    state, _ = layer(dim, **kept)
+    q, k, v = (new(2 * BLOCK, heads, dim, dtype=state.exact.dtype) for heads in (32, 8, 8))
+    operations.blocks_of(q, k, v, new(2, BLOCK, dtype=torch.int64))
+    own = [new(2 * BLOCK, dtype=torch.int64) for _ in range(3)]
+    operations.of_blocks(new(2, 32, BLOCK, dim, dtype=q.dtype), *own, q)
+    _, k, v = block(state, BLOCK, 4, dim)
+    exact, given = state.exact, (k, v, mask(1, BLOCK), state.seen)
+    for used, memory in ((TOKENS, new(*exact.positions.shape)), (TOKENS, None), (0, None)):
+        stored = (part[:, :, :used] for part in (exact.keys, exact.values, exact.positions))
+        known = None if memory is None else memory[:, :, :used]
+        operations.candidates(*stored, known, exact.lengths, *given, 4, 32)
+
+
 def rows(dim: int, **kept: Any) -> None:
     """Copies of pages, and back."""
-    state, _ = layer(dim, rows=True, **kept)
-    operations.put(state, operations.taken(state, equal=True))
+    state, rule = layer(dim, rows=True, **kept)
+    with mock.patch.object(ops.rows, "copy_rows", operations.copy_rows):
+        ops.put(state, ops.taken(state, rule, equal=True))
 
 
 def memorise(dim: int, **kept: Any) -> None:

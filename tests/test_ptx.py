@@ -27,6 +27,7 @@ SAMPLES = {
         "tests/test_kernels_prefill.py::test_centroids[(128, 48, 1, 17, torch.float32)-None-float32]",
         "tests/test_kernels_remember.py::test_an_eviction[64-float32]",
         "tests/test_rows.py::test_copies_of_rows[tokens1-int4]",
+        "tests/test_ops.py::test_backends_agree[candidates]",
         "tests/test_kernels_scores.py::test_keydiff[cosine-mean-float32-halves]",
         "tests/test_kernels_scores.py::test_masks[ahead-left]",
         "tests/test_kernels_scores.py::test_masks[kept-left]",

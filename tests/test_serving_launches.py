@@ -21,12 +21,12 @@ from .test_serving_batch import described, only
 
 HQ, HKV, DIM, BLOCK, EVERY = 8, 2, 32, 64, 16
 LAUNCHES = {  # of a step in which prompts begin, of one that reads their ends, before one where an eviction is due
-    ("keydiff", "uniform"): (19, 32, 5),
-    ("keydiff", "calibrated"): (26, 32, 5),
-    ("momentkv", "uniform"): (21, 81, 5),
-    ("snapkv", "uniform"): (20, 63, 3),
-    ("fastkv", "uniform"): (34, 47, 9),
-    ("fastkv", "calibrated"): (40, 50, 9),
+    ("keydiff", "uniform"): (10, 14, 5),
+    ("keydiff", "calibrated"): (12, 14, 5),
+    ("momentkv", "uniform"): (12, 63, 5),
+    ("snapkv", "uniform"): (11, 45, 3),
+    ("fastkv", "uniform"): (23, 26, 9),
+    ("fastkv", "calibrated"): (24, 28, 9),
 }
 
 

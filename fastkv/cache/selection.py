@@ -19,6 +19,8 @@ FLOOR = 0.2  # of the mean budget, what every head keeps in any case (Ada-KV, ar
 
 def protected(signals: Signals, seen: Tensor, rule: LayerConfig) -> Tensor:
     """[B, Hkv, N] bool, candidates that no policy may evict; seen [B]: true tokens absorbed, candidates included."""
+    if signals.guard is not None:
+        return signals.guard
     return ops.protected(signals.positions, seen, rule.spec.sinks, rule.spec.recent)
 
 

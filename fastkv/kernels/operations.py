@@ -17,6 +17,9 @@ from . import select as selection
 from . import slot_signals as slots
 from . import vector_decode as vector
 from ._launch import Workspace, WorkspaceRoom, num_sms
+from .blocks import blocks_of as blocks_of
+from .blocks import candidates as candidates
+from .blocks import of_blocks as of_blocks
 from .compact import compact as compact
 from .evict import evict as evict
 from .expected_attention import expected_attention as expected_attention
@@ -30,8 +33,7 @@ from .peak_attention import most_attended as most_attended
 from .peak_attention import peak_attention as peak_attention
 from .peak_attention import peaks_to_keep as peaks_to_keep
 from .prefill_attention import prefill_attention as prefill_attention
-from .rows import put as put
-from .rows import taken as taken
+from .rows import copy_rows as copy_rows
 from .z_scores import needed_scores as needed_scores
 from .z_scores import z_scores as z_scores
 

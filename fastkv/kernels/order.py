@@ -1,8 +1,9 @@
 """Candidates by age, and where what is remembered of them belongs.
 
-Twins of `reference.in_order` and `reference.memorise`. A launch makes the numbers that torch sorts, and counts them.
-Another finds the candidate of every slot by its position: each program compares a tile of slots with all candidates.
-Bytes of it per head with C slots and N candidates: 8 C, and 9 N C / 64 from L2.
+Twins of `reference.in_order` and `reference.memorise`. Of up to FEW candidates, each is compared with all others: how
+many come before it is its place. Of more, a launch makes the numbers that torch sorts, and counts them. A launch finds
+the candidate of every slot by its position: each program compares a tile of slots with all candidates.
+Bytes per head with C slots and N candidates: 8 C, and 9 N C / 64 from L2; N for C where candidates are compared.
 """
 
 from __future__ import annotations
@@ -20,7 +21,19 @@ from ._launch import check_like, check_rows
 
 BLOCK = 1024
 SLOTS, CANDIDATES = 64, 128  # compared at once
+FEW = 4096  # candidates of a head: of more, a sort is faster
 LAST = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _keys(positions_ptr, chosen_ptr, but_ptr, head, index, N):
+    """By what candidates are in order, and which of them are chosen."""
+    place = head * N + index
+    chosen = tl.load(chosen_ptr + place, mask=index < N, other=0) != 0
+    if but_ptr is not None:
+        chosen = chosen & (tl.load(but_ptr + place, mask=index < N, other=0) == 0)
+    position = tl.load(positions_ptr + place, mask=index < N, other=0)
+    return tl.where(chosen, position, LAST), chosen
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -29,31 +42,52 @@ def _key_kernel(positions_ptr, chosen_ptr, but_ptr, keys_ptr, counts_ptr, N, BLO
     count = tl.zeros([BLOCK], tl.int32)
     for first in range(0, N, BLOCK):
         index = first + tl.arange(0, BLOCK)
-        place = head * N + index
-        chosen = tl.load(chosen_ptr + place, mask=index < N, other=0) != 0
-        if but_ptr is not None:
-            chosen = chosen & (tl.load(but_ptr + place, mask=index < N, other=0) == 0)
-        position = tl.load(positions_ptr + place, mask=index < N, other=0)
-        tl.store(keys_ptr + place, tl.where(chosen, position, LAST), mask=index < N)
+        key, chosen = _keys(positions_ptr, chosen_ptr, but_ptr, head, index, N)
+        tl.store(keys_ptr + head * N + index, key, mask=index < N)
         count += chosen.to(tl.int32)
     tl.store(counts_ptr + head, tl.sum(count, 0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["N"])
+def _rank_kernel(
+    positions_ptr, chosen_ptr, but_ptr, order_ptr, counts_ptr, N, SLOTS: tl.constexpr, CANDIDATES: tl.constexpr
+):
+    head = tl.program_id(0).to(tl.int64)
+    own = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
+    key, _ = _keys(positions_ptr, chosen_ptr, but_ptr, head, own, N)
+    rank = tl.zeros([SLOTS], tl.int32)
+    count = tl.zeros([CANDIDATES], tl.int32)
+    for first in range(0, N, CANDIDATES):
+        index = first + tl.arange(0, CANDIDATES)
+        theirs, chosen = _keys(positions_ptr, chosen_ptr, but_ptr, head, index, N)
+        alike = (theirs[None, :] == key[:, None]) & (index[None, :] < own[:, None])
+        before = (theirs[None, :] < key[:, None]) | alike
+        rank += tl.sum(before.to(tl.int32), 1)
+        count += chosen.to(tl.int32)
+    tl.store(order_ptr + head * N + rank, own.to(tl.int64), mask=own < N)
+    if tl.program_id(1) == 0:
+        tl.store(counts_ptr + head, tl.sum(count, 0).to(tl.int64))
 
 
 def in_order(positions: Tensor, chosen: Tensor, but: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Indices of the chosen candidates in order of position, then of the others; and how many are chosen.
 
     Args: positions [B, Hkv, N] int32; chosen, but [B, Hkv, N] bool: those in both are not meant.
-    Returns: [B, Hkv, N] and [B, Hkv] int64.  Cost: one launch and a sort; no host sync.
+    Returns: [B, Hkv, N] and [B, Hkv] int64.  Cost: one launch, and a sort of more than FEW; no host sync.
     """
     check_like("in_order", positions.shape, positions=positions, chosen=chosen, but=but)
-    keys = torch.empty_like(positions)
     counts = torch.empty(positions.shape[:2], dtype=torch.int64, device=positions.device)
+    num = positions.shape[2]
+    given = positions, chosen.view(torch.uint8), None if but is None else but.view(torch.uint8)
+    if num > FEW:
+        keys = torch.empty_like(positions)
+        _key_kernel[(counts.numel(),)](*given, keys, counts, num, BLOCK=BLOCK)
+        return keys.argsort(dim=-1, stable=True), counts
+    order = torch.empty_like(positions, dtype=torch.int64)
     if counts.numel():
-        _key_kernel[(counts.numel(),)](
-            positions, chosen.view(torch.uint8), None if but is None else but.view(torch.uint8), keys, counts,
-            positions.shape[2], BLOCK=BLOCK,
-        )  # fmt: skip
-    return keys.argsort(dim=-1, stable=True), counts
+        grid = counts.numel(), max(triton.cdiv(num, SLOTS), 1)
+        _rank_kernel[grid](*given, order, counts, num, SLOTS=SLOTS, CANDIDATES=CANDIDATES)
+    return order, counts
 
 
 @triton.jit(do_not_specialize=["page", "slots", "N"])

@@ -36,6 +36,7 @@ from ..reference import (
 )
 from ..rotary import Rotary
 from .operator import by_keyword, by_spec, nothing, opaque
+from .rows import copy_rows, put, taken
 
 
 def _step_outputs(
@@ -106,6 +107,30 @@ evict = opaque(nothing, changes=("state",))(by_spec(reference.evict))
 memorise = opaque(nothing, changes=("state",))(by_spec(reference.memorise))
 
 
+def _blocks(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    made = [part.new_empty(len(tokens), part.shape[1], tokens.shape[1], part.shape[2]) for part in (q, k, v)]
+    return made[0], made[1], made[2]
+
+
+# Kernel: one launch each.
+blocks_of = opaque(_blocks)(by_keyword(reference.blocks_of))
+of_blocks = opaque(nothing, changes=("out",))(by_keyword(reference.of_blocks))
+
+
+def _candidates(
+    keys: Tensor, values: Tensor, positions: Tensor, memory: Tensor | None, lengths: Tensor, k: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shape, seen = (*positions.shape[:2], positions.shape[2] + k.shape[2]), rest[2]
+    both = [t.new_empty((*shape, t.shape[-1]) if positions.shape[2] else (0,)) for t in (keys, values)]
+    known = keys.new_empty(0 if memory is None else shape, dtype=torch.float32)
+    real = positions.new_empty(shape, dtype=torch.bool)
+    return both[0], both[1], positions.new_empty(shape), real, torch.empty_like(real), known, torch.empty_like(seen)
+
+
+# Kernel: one launch.
+candidates = opaque(_candidates)(by_keyword(reference.candidates))
+
+
 def workspace(num_heads: int, state: LayerState, spec: Spec, room: list[Tensor] | None = None) -> list[Tensor]:
     """Scratch for the decode steps of `num_heads` query heads, for `LayerState.scratch`; empty without kernels.
 
@@ -129,16 +154,6 @@ def workspace_room(
     if resolve(spec.backend, device) != "triton":
         return []
     return implementation("workspace_room", "triton", device.type)(num_heads, state, spec, most, device)
-
-
-def taken(state: LayerState, spec: Spec, but: tuple[str, ...] = (), equal: bool = False) -> LayerState:
-    """`LayerState.taken`. Kernel: one launch, of pages."""
-    return implementation("taken", spec.backend, state.seen.device.type)(state, but, equal)  # type: ignore[no-any-return]
-
-
-def put(state: LayerState, own: LayerState, spec: Spec) -> None:
-    """`LayerState.put`. Kernel: one launch, into pages."""
-    implementation("put", spec.backend, state.seen.device.type)(state, own)
 
 
 # Scores: how much each cached token matters. And which of them stay.

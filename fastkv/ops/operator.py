@@ -155,7 +155,10 @@ class Form(NamedTuple):
 
 
 FORMS: dict[Any, Form] = {
-    **{kind: Form((f"{name} $",), lambda one: (one,), lambda one: one) for kind, name in PLAIN.items()},
+    **{
+        kind: Form((f"{name}{'@' * (kind is Tensor)} $",), lambda one: (one,), lambda one: one)
+        for kind, name in PLAIN.items()
+    },
     LayerState: Form(("Tensor@[] $", "str $_names", "SymInt[] $_numbers"), flat_state, state_of),
     Moments: Form(("Tensor@[] $", "str $_names"), flat_moments, moments_of),
     **{

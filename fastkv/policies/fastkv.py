@@ -74,8 +74,14 @@ class FastKV(Policy):
         """The sum of the z-scores, [B, Hkv, N] fp32."""
         layer, valid, expected = signals.layer, signals.valid, None
         assert signals.memory is not None
-        before = {"positions": signals.positions, "rotary": layer.rotary, "backend": layer.backend}
-        unlike = ops.keydiff_scores(signals.keys, "normalized_mean", mask=valid, **before)
+        unlike = ops.keydiff_scores(
+            signals.keys,
+            "normalized_mean",
+            mask=valid,
+            positions=signals.positions,
+            rotary=layer.rotary,
+            backend=layer.backend,
+        )
         if signals.queries is not None:
             expected = ExpectedAttention(horizon=self.horizon, epsilon=0.0).expected(signals)
         return ops.needed_scores(unlike, signals.memory, expected, valid, backend=layer.backend)

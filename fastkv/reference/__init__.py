@@ -68,11 +68,14 @@ from .scores import (
 )
 from .selection import (
     Selection,
+    blocks_of,
+    candidates,
     compact,
     evict,
     in_order,
     joined,
     memorise,
+    of_blocks,
     protected,
     remember,
     select,
@@ -81,4 +84,4 @@ from .selection import (
     slot_signals,
 )
 from .slots import FORMATS, FP8, INT4, INT8, PLAIN, Codec, RowFormat, SlotFormat, Stored, rotated, slot_format, step_of
-from .state import LayerState, Recovery, Slots, Spec, put, taken
+from .state import LayerState, Recovery, Slots, Spec

@@ -103,6 +103,55 @@ def joined(*parts: Tensor) -> Tensor:
     return filled[0] if len(filled) == 1 else torch.cat([part.to(parts[0].dtype) for part in filled], 2)
 
 
+def blocks_of(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens of an engine's batch as blocks: q [N, Hq, D] and k, v [N, Hkv, D] become [R, H, T, D].
+
+    Args: tokens [R, T] int64, which of the N tokens is where.
+    """
+    heads = (torch.arange(part.shape[1], device=part.device)[:, None] for part in (q, k, v))
+    q, k, v = (part[tokens[:, None], own] for part, own in zip((q, k, v), heads))
+    return q, k, v
+
+
+def of_blocks(blocks: Tensor, own: Tensor, sequence: Tensor, within: Tensor, out: Tensor) -> None:
+    """The inverse for blocks [R, H, T, D]: out[own] = blocks[sequence, :, within], all three [N] int64."""
+    out.index_copy_(0, own, blocks.transpose(1, 2)[sequence, within])
+
+
+def candidates(
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    memory: Tensor | None,
+    lengths: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor,
+    seen: Tensor,
+    sinks: int,
+    recent: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What a layer chooses from: the tokens in C slots of each head, then those of a block.
+
+    Padding of the block gets the position of the token before it; it is never valid, so this is never read.
+
+    Args: keys, values [B, Hkv, C, D], positions and memory (or None) [B, Hkv, C] of the slots, of which `lengths` [B,
+        Hkv] are in use; k, v [B, Hkv, T, D] and valid [B, T] of the block; seen [B], true tokens before it.
+    Returns: keys, values, positions, valid, `protected`, memory of the C + T candidates, and how many tokens are seen.
+        Keys and values are empty where there are no slots, since they would be copies of the block's; memory without
+        one.
+    """
+    new = (seen[:, None] + valid.cumsum(-1) - 1)[:, None].expand(-1, k.shape[1], -1).to(torch.int32)
+    used = torch.arange(keys.shape[2], device=keys.device) < lengths[..., None]
+    real = joined(used, valid[:, None].repeat(1, k.shape[1], 1))
+    known = seen.new_empty(0, dtype=torch.float32)
+    if memory is not None:
+        known = joined(memory, k.new_zeros(k.shape[:3], dtype=torch.float32))
+    both = [joined(old, fresh) if keys.shape[2] else old.new_empty(0) for old, fresh in ((keys, k), (values, v))]
+    positions, seen = joined(positions, new), seen + valid.sum(-1)
+    return both[0], both[1], positions, real, protected(positions, seen, sinks, recent), known, seen
+
+
 def compact(
     valid: Tensor, selection: Selection, block: tuple[Tensor, Tensor, Tensor] | None, state: LayerState, spec: Spec
 ) -> None:

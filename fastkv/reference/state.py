@@ -395,16 +395,6 @@ class LayerState:
                 self.replace(name, new)
 
 
-def taken(state: LayerState, but: tuple[str, ...] = (), equal: bool = False) -> LayerState:
-    """`LayerState.taken`."""
-    return state.taken(but, equal=equal)
-
-
-def put(state: LayerState, own: LayerState) -> None:
-    """`LayerState.put`."""
-    state.put(own)
-
-
 @dataclass(frozen=True)
 class Spec:
     """How a layer attends and evicts: plain values, so that operators can pass it on as text.
