@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import corrections, ops, policies, reference, rotary
-    from .api import patch, patched, unpatch
+    from .api import compress, patch, patched, unpatch
     from .budget import Budget
-    from .calibration.head_shares import HeadShares
+    from .calibration import HeadShares
     from .errors import FastKVError
     from .integrations.transformers.cache import FastKVCache
     from .integrations.transformers.calibrate import calibrate_heads
-    from .integrations.transformers.cuda_graphs import capture_decode
+    from .integrations.transformers.forward import capture_decode
     from .module import FastKVAttention
-    from .prefix import compress
 
 __version__ = "0.1.0"
 
@@ -47,10 +46,10 @@ PLACES = {
     "FastKVAttention": "module",
     "FastKVCache": "integrations.transformers.cache",
     "FastKVError": "errors",
-    "HeadShares": "calibration.head_shares",
+    "HeadShares": "calibration",
     "calibrate_heads": "integrations.transformers.calibrate",
-    "capture_decode": "integrations.transformers.cuda_graphs",
-    "compress": "prefix",
+    "capture_decode": "integrations.transformers.forward",
+    "compress": "api",
     "patch": "api",
     "patched": "api",
     "unpatch": "api",

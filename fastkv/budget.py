@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .calibration.head_shares import HeadShares
+from .calibration import HeadShares
 from .errors import FastKVError, is_number, is_whole
 
 HEADS = ("calibrated", "uniform", "adaptive")

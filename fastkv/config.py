@@ -10,11 +10,8 @@ from typing import Any
 from . import corrections
 from .backend import BACKENDS, INT4_GROUP
 from .budget import HEADS, Budget
-from .calibration.files import beside, check_fitted
-from .calibration.fits import QueryCalibration, VectorMap
-from .calibration.head_shares import HeadShares
-from .calibration.quality import QualityCurve
-from .calibration.quality import load as load_curve
+from .calibration import HeadShares, beside, check_fitted
+from .calibration.fits import QualityCurve, QueryCalibration, VectorMap
 from .corrections import Correction
 from .errors import FastKVError, is_whole
 from .policies import Policy, get
@@ -192,7 +189,7 @@ def with_fits(config: Config, known: Any, vector: str | Path | VectorMap | None)
     budget = config.budget
     if budget.quality is not None:
         fitted = budget.calibration or _fitted(known, "context.json", "Budget(quality=...)", "calibration=file")
-        config = replace(config, curve=load_curve(fitted, known, config.policy.name))
+        config = replace(config, curve=QualityCurve.load(fitted, known, config.policy.name))
     return config
 
 

@@ -13,9 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .backend import check_backend
 from .budget import Budget
+from .cache import CacheWorkspace
 from .cache.layer import LayerCache
 from .cache.layout import Attends, LayerPlan
-from .cache.workspace import CacheWorkspace
 from .calibration.fits import QueryCalibration, VectorMap
 from .config import BUDGET, EVICT_EVERY, POLICY, WITHOUT_ROTARY, Config, check_shares
 from .corrections import Correction

@@ -18,10 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM, Pipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
-from .api import patched
+from .api import answers, patched
 from .errors import FastKVError
 from .integrations.transformers.stock import CACHE
-from .prefix import answers
 
 TASK = "fastkv-text-generation"
 HERE = "<fastkv-question>"  # where the question goes in a message; no text has it

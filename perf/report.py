@@ -13,28 +13,9 @@ from pathlib import Path
 
 from .engine import RESULTS
 from .speed.report import chapter, write_sections
-from .tables import NONE, Row, chosen, read, table
+from .tables import NONE, Row, chosen, filled, read, table
 
-HEADER = """# Measurements
-
-Written by `python -m perf.report` from the JSON files beside it; do not edit. How: [../README.md](../README.md).
-"""
 FACTS = ("device", "cpu", "driver", "cuda", "torch", "triton", "transformers", "python", "threads", "commit", "source")
-DECODE = """
-## Decode attention
-
-One layer, bf16, cold L2, medians of graph replays. Steps of fastkv include the append, and what their names say;
-"fastkv default" is the default policy's step, with centroids and sums of attention. The others attend to the same
-retained tokens only. "copy" moves the same number of bytes.
-
-"""
-PROMPT = """
-## Blocks of prompts
-
-One layer, bf16. A block attends to 1,024 slots of each head, to the evicted tokens and to itself; "itself alone" omits
-the first two.
-
-"""
 SHAPE = ("heads", "batch", "length", "op")
 TIMED = ("heads", "B", "L", "who", "µs a layer (p20-p80)", "floor, µs", "GB/s of needed bytes", "of copy bandwidth")
 STEPS = ("cache", "model", "B", "prompt", "ms a step (p20-p80)", "tokens/s", "first token, s", "GiB")
@@ -67,9 +48,7 @@ def skipped(files: dict[str, Row]) -> str:
     """Who could not run, and why."""
     rows = [row for name, file in files.items() if name.startswith("gpu_") for row in file["rows"] if "skipped" in row]
     found = Counter((row.get("op") or row["cache"], row["skipped"].replace("|", "/")) for row in rows)
-    return (
-        "\nNot run:\n\n" + table(("who", "why", "shapes"), [(*one, num) for one, num in found.items()]) if rows else ""
-    )
+    return table(("who", "why", "shapes"), [(*one, num) for one, num in found.items()])
 
 
 def steps(rows: list[Row]) -> str:
@@ -84,16 +63,6 @@ def steps(rows: list[Row]) -> str:
     return table(STEPS, lines) or f"Steps of a whole model: {NONE}.\n"
 
 
-def on_gpu(files: dict[str, Row]) -> str:
-    """The chapters on a GPU: correctness, decode attention, blocks of prompts, steps of a model."""
-    checked, rows, whole = (files.get(f"gpu_{name}", {"rows": []})["rows"] for name in ("checks", "timings", "model"))
-    return (
-        f"\n## Correctness on a GPU\n\n{checks(checked)}"
-        f"{DECODE}{timed(rows, 'decode', 'Decode steps')}{PROMPT}{timed(rows, 'prompt', 'Blocks of prompts')}"
-        f"{skipped(files)}\n## Steps of a whole model on a GPU\n\n{steps(whole)}"
-    )
-
-
 def environments(files: dict[str, Row]) -> str:
     rows = []
     for name, file in files.items():
@@ -106,11 +75,13 @@ def environments(files: dict[str, Row]) -> str:
 def write(folder: Path) -> Path:
     """Write the report of the folder's files. Returns its path."""
     files = read(folder)
-    left = ", ".join(name for name, file in files.items() if file.get("complete") is False)
-    unfinished = f"\nFiles that are not finished: {left}.\n" if left else ""
-    measured = f"\n## Measured on\n\n{environments(files)}"
+    checked, rows, whole = (files.get(f"gpu_{name}", {"rows": []})["rows"] for name in ("checks", "timings", "model"))
+    facts = {"chapter": chapter(files, folder), "machines": environments(files), "checks": checks(checked)}
+    facts |= {"decode": timed(rows, "decode", "Decode steps"), "prompt": timed(rows, "prompt", "Blocks of prompts")}
+    facts |= {"skipped": skipped(files), "steps": steps(whole)}
+    left = [name for name, file in files.items() if file.get("complete") is False]
     path = folder / "README.md"
-    path.write_text(HEADER + chapter(files, folder) + unfinished + measured + on_gpu(files))
+    path.write_text(filled(Path(__file__).with_suffix(".jinja").read_text(), left=left, **facts) + "\n")
     return path
 
 

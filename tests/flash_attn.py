@@ -16,15 +16,9 @@ CALLS: list[tuple[str, int, int]] = []  # name, tokens and window (-1 for none) 
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    causal: bool,
-    window: int,
-    softcap: float,
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, window: int, softcap: float,
     sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
     groups = q.shape[2] // k.shape[2]
     keys, values = (rows.float().repeat_interleave(groups, 2) for rows in (k, v))

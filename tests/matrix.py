@@ -31,21 +31,8 @@ RESULTS = ROOT / "perf" / "results" / "versions"
 BUILD = ROOT / "build" / "matrix"
 
 INTEGRATION = (
-    "versions",
-    "exact",
-    "generate",
-    "flash_base",
-    "refusals",
-    "deferred",
-    "compile",
-    "saved",
-    "batches",
-    "interruption",
-    "devices",
-    "families",
-    "architectures",
-    "selfcheck",
-    "multimodal",
+    *("versions", "exact", "generate", "flash_base", "refusals", "deferred", "compile", "saved", "batches"),
+    *("interruption", "devices", "families", "architectures", "selfcheck", "multimodal"),
 )
 INTERPRETED = ("ops", "kernels_decode", "kernels_evict", "kernels_select")
 COMPILED = ("90",)  # for which chips a variant of every kernel is compiled; all variants: perf/results/aot_*.txt

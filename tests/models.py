@@ -8,7 +8,7 @@ import transformers as hf
 from transformers.cache_utils import Cache
 
 import fastkv
-from fastkv.calibration.files import describe, fingerprint
+from fastkv.calibration import describe, fingerprint
 from fastkv.calibration.fits import QueryCalibration
 from fastkv.integrations.transformers.layer import FastKVLayer
 from fastkv.policies import QueryStatistics

@@ -8,8 +8,7 @@ import torch
 
 import fastkv
 from fastkv import Budget, FastKVError
-from fastkv.corrections import Pairs
-from fastkv.corrections.matching import Matching
+from fastkv.corrections import Matching, Pairs
 from fastkv.policies import AttentionMatching, Reread
 from fastkv.reference import Spec
 
@@ -131,6 +130,7 @@ def test_refusals():
     ):
         fastkv.patch(model, "snapkv", 64, correction="matching")
     latent = build("deepseek_v3")
-    fastkv.patch(latent, "attention-matching", Budget(tokens=20, sinks=2, recent=4))
-    with pytest.raises(FastKVError, match="changes values, which layer 0 keeps inside its keys"):
-        latent(prompt(1, 40, (0,))[0])
+    with pytest.raises(FastKVError, match=r"changes values, but layer 0 .* caches latents"):
+        fastkv.patch(latent, "attention-matching", Budget(tokens=20, sinks=2, recent=4))
+    with pytest.raises(FastKVError, match=r"stores keys and values apart, but layer 0 .* caches latents"):
+        fastkv.patch(latent, "keydiff", 64, slots="int8")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fastkv import FastKVError, backend, ops, reference
+from fastkv import cpu as compiled
 from fastkv.backend import BACKENDS, MODULES, check_backend, implementation, resolve, why_not
-from fastkv.cpu import compiled
 from fastkv.cpu import operations as cpu
 
 from . import flash_attn

@@ -161,8 +161,7 @@ SETTINGS = [  # how a layer stores its tokens: moments, centroids, attention, in
 
 
 @pytest.mark.parametrize(
-    "setting,block,side,static",
-    covering(SETTINGS, [1, 2, 16, 32, None], ["left", "right"], [False, True], together=1),
+    "setting,block,side,static", covering(SETTINGS, [1, 2, 16, 32, None], ["left", "right"], [False, True], together=1)
 )
 def test_a_prompt_whose_last_block_is_one_token(setting, block, side, static, tmp_path):
     model, ids = distinct()

@@ -6,15 +6,6 @@ from fastkv import Budget, FastKVError
 from fastkv.budget import LayerCost
 
 
-def test_of_accepts_numbers_and_budgets_only():
-    budget = Budget(tokens=64)
-    assert Budget.of(budget) is budget
-    assert Budget.of(64) == budget
-    for wrong in (1.0, "64", None, True):
-        with pytest.raises(FastKVError, match="whole number"):
-            Budget.of(wrong)
-
-
 def test_times_smaller_is_of_a_bfloat16_cache_of_the_prompt():
     """Sixteen times smaller: per layer a sixteenth of `full` bytes for each of its tokens."""
     cost = LayerCost(per_token=40, fixed=100, full=64)

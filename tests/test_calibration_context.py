@@ -11,12 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastkv
-from fastkv.calibration import quality
-from fastkv.calibration.files import describe, fingerprint
-from fastkv.calibration.quality import QualityCurve, context_nll, keep_for, retained, save
-from fastkv.lab import fit_context as context
+from fastkv.calibration import describe, fingerprint, fits
+from fastkv.calibration.fits import QualityCurve, context_nll, keep_for, retained, save_curves
 from fastkv.lab.cli import build_parser
-from fastkv.lab.fit_context import Triple, english_text, fit, make_triples, residual
+from fastkv.lab.fits import Triple, english_text, fit_curve, make_triples, residual, run_context
 
 from .models import FAMILIES, refused
 from .pairwise import covering
@@ -128,10 +126,10 @@ KNOWN = [(2.0, -1.0), (-1.5, 4.0), (0.5, -6.0), (3.0, 0.1), (0.0, 2.0), (-2.0, 0
 @pytest.mark.parametrize("alpha, beta", KNOWN)
 def test_fit_recovers_a_known_curve(alpha, beta):
     triples = triples_of(*synthetic(alpha, beta))
-    found = fit(triples)
+    found = fit_curve(triples)
     assert found == pytest.approx((alpha, beta), rel=0, abs=1e-3)
     assert residual(triples, *found) < 1e-6
-    assert fit(triples) == found, "deterministic"
+    assert fit_curve(triples) == found, "deterministic"
 
 
 def test_fit_minimises_what_it_says():
@@ -146,25 +144,11 @@ def test_fit_minimises_what_it_says():
             total += (4.0 if excess > 0 else 1.0) * excess**2
         return total
 
-    alpha, beta = fit(triples, penalty=4.0)
+    alpha, beta = fit_curve(triples, penalty=4.0)
     best = loss(alpha, beta)
     for step in (1e-4, 1e-2, 1.0):
         for a, b in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, -2), (-1, 2)):
             assert loss(alpha + a * step, beta + b * step) > best
-
-
-@pytest.mark.parametrize(
-    "triples, penalty, says",
-    [
-        ([], 2, "got none"),
-        ([Triple(0.5, 1.0, 1.5)], 2, "[0, 1]"),
-        ([Triple(0.5, float("nan"), 0.5)], 2, "finite"),
-        ([Triple(0.5, 1.0, 0.5)], 0, "penalty"),
-    ],
-    ids=["none", "quality", "nll", "penalty"],
-)
-def test_fit_refuses(triples, penalty, says):
-    refused(says, fit, triples, penalty)
 
 
 CONFIG = FAMILIES["llama"][1]
@@ -178,13 +162,13 @@ def curve(policy="snapkv", config=CONFIG, **changes):
 
 def test_file_round_trip_and_merge(tmp_path):
     path = tmp_path / "context.json"
-    save(path, [curve(), curve("keydiff", alpha=1 / 3)])
-    assert quality.load(path, CONFIG, "snapkv") == curve()
-    assert quality.load(str(path), CONFIG, "keydiff") == curve("keydiff", alpha=1 / 3)
-    save(path, [curve("momentkv"), curve(beta=9.0)])
-    assert quality.load(path, CONFIG, "keydiff").alpha == 1 / 3, "still there"
-    assert quality.load(path, CONFIG, "snapkv").beta == 9.0, "replaced"
-    assert quality.load(path, CONFIG, "momentkv") == curve("momentkv")
+    save_curves(path, [curve(), curve("keydiff", alpha=1 / 3)])
+    assert QualityCurve.load(path, CONFIG, "snapkv") == curve()
+    assert QualityCurve.load(str(path), CONFIG, "keydiff") == curve("keydiff", alpha=1 / 3)
+    save_curves(path, [curve("momentkv"), curve(beta=9.0)])
+    assert QualityCurve.load(path, CONFIG, "keydiff").alpha == 1 / 3, "still there"
+    assert QualityCurve.load(path, CONFIG, "snapkv").beta == 9.0, "replaced"
+    assert QualityCurve.load(path, CONFIG, "momentkv") == curve("momentkv")
     assert [entry.name for entry in tmp_path.iterdir()] == ["context.json"]
 
 
@@ -192,8 +176,8 @@ def damaged(**changes):
     """Text of a good file with some entries replaced; None removes one."""
     entry = {"alpha": 1.0, "beta": 2.0, "triples": 3, "residual": 0.1}
     content = {
-        "format": quality.FORMAT,
-        "version": quality.VERSION,
+        "format": fits.FORMAT,
+        "version": fits.VERSION,
         "fingerprint": fingerprint(CONFIG),
         "model": "m",
         "curves": {"snapkv": {name: value for name, value in {**entry, **changes.pop("entry", {})}.items()}},
@@ -210,7 +194,7 @@ def damaged(**changes):
         ("\x00\x01", "something else"),
         ("[]", "something else"),
         ('{"version": 1, "format": "another"}', "something else"),
-        (damaged(version=quality.VERSION + 1), "update fastkv"),
+        (damaged(version=fits.VERSION + 1), "update fastkv"),
         (damaged(fingerprint="0123"), "another model"),
         (damaged(curves={}), "damaged"),
         (damaged(curves=[1]), "damaged"),
@@ -224,22 +208,22 @@ def test_load_refuses_in_one_sentence(text, says, tmp_path):
     path = tmp_path / "context.json"
     if text is not None:
         path.write_text(text)
-    assert str(path) in refused(says, quality.load, path, CONFIG, "snapkv")
+    assert str(path) in refused(says, QualityCurve.load, path, CONFIG, "snapkv")
 
 
 def test_save_refuses_and_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "context.json"
-    save(path, [curve()])
+    save_curves(path, [curve()])
     before = path.read_bytes()
-    refused("one model", save, path, [curve("keydiff", config=OTHER)])
-    refused("none", save, tmp_path / "new.json", [])
-    refused("cannot be written", save, tmp_path / "nowhere" / "context.json", [curve()])
+    refused("one model", save_curves, path, [curve("keydiff", config=OTHER)])
+    refused("none", save_curves, tmp_path / "new.json", [])
+    refused("cannot be written", save_curves, tmp_path / "nowhere" / "context.json", [curve()])
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    refused("No space left", save, path, [curve("keydiff")])
+    refused("No space left", save_curves, path, [curve("keydiff")])
     assert path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["context.json"]
 
@@ -313,10 +297,10 @@ def options_of(*arguments):
 
 def test_command_writes_the_file(tmp_path, capsys, bundled):
     out = tmp_path / "results"
-    context.run(options_of("--policies", "keydiff,random", "--samples", "2", "--lengths", "128", "--out", str(out)))
+    run_context(options_of("--policies", "keydiff,random", "--samples", "2", "--lengths", "128", "--out", str(out)))
     said = capsys.readouterr().out
     for policy in ("keydiff", "random"):
-        found = quality.load(out / "context.json", bundled[0].config, policy)
+        found = QualityCurve.load(out / "context.json", bundled[0].config, policy)
         line = next(line.split() for line in said.splitlines() if line.startswith(policy))
         assert line[2] == f"{found.alpha:.3f}" and line[4] == f"{found.beta:.3f}" and line[6] == f"{found.residual:.3f}"
         assert found.triples > 0

@@ -9,12 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import fastkv
-from fastkv.calibration.files import describe, fingerprint
+from fastkv.calibration import describe, fingerprint
 from fastkv.calibration.fits import MAPS, VectorMap, required_r2
 from fastkv.integrations.transformers import rotations
 from fastkv.lab import facts, fits
@@ -55,29 +53,6 @@ def brute_r2(keys, values, weight):
 
 
 # Least squares from sums.
-
-
-@given(st.lists(st.integers(0, 200), max_size=6))
-def test_the_split_into_batches_does_not_matter(cuts):
-    keys, values = pairs()
-    sums = PairSums(keys, values)
-    edges = [0, *sorted(cuts), 200]
-    for start, stop in zip(edges, edges[1:]):
-        sums.add(keys[:, :, start:stop], values[:, :, start:stop])
-    whole = summed(keys, values)
-    assert sums.count == whole.count
-    torch.testing.assert_close(sums.solve(), whole.solve(), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(sums.r2(sums.solve()), whole.r2(whole.solve()), rtol=1e-10, atol=1e-10)
-
-
-def test_r2_is_that_of_the_pairs_themselves():
-    keys, values = pairs()
-    other_keys, other_values = pairs(count=90, seed=1)
-    values, other_values = values + keys[..., :4], other_values + other_keys[..., :4]
-    weight = summed(keys, values).solve()
-    torch.testing.assert_close(weight[None], torch.linalg.lstsq(keys, values).solution, rtol=1e-9, atol=1e-9)
-    measured = summed(other_keys, other_values).r2(weight)
-    torch.testing.assert_close(measured, brute_r2(other_keys[0], other_values[0], weight), rtol=1e-11, atol=1e-11)
 
 
 def test_values_that_do_not_vary_have_nothing_to_explain():
@@ -153,9 +128,6 @@ def test_fit_refuses_what_it_cannot_fit():
     refused("boundary", fit, model, [ids], boundary=0.0)
     refused("got 1 in all", fit, model, [ids[:1]])
     refused("got 0 in all", fit, model, [])
-    refused("token ids", fit, model, [ids.float()])
-    refused("token ids", fit, model, [ids[0]])
-    refused("token ids", fit, model, [ids[:, :0]])
     refused("full-attention", fit, build("gemma3", layer_types=["sliding_attention"] * 4), [ids])
     model.model.layers[2].self_attn.v_proj.weight[:] = torch.inf
     refused("layer 2", fit, model, [ids])
@@ -360,8 +332,7 @@ def test_text_that_cannot_be_read_is_refused(bundled, tmp_path):
     refused(".txt or .md", read, tmp_path)
     path.write_text("the dog")
     refused("2 tokens", read, path)
-    refused("length 1", read, path, length=1)
-    refused("7 tokens", read, path, tokens=7)
+    refused("one sequence of 8 tokens, got 7 in all", read, path, tokens=7)
 
 
 # The command and the file of the bundled model.
@@ -382,7 +353,7 @@ def test_the_command_fits_prints_and_writes(bundled, tmp_path, capsys, joint):
     same(read, direct)
     assert read.tokens == 1280 and read.threshold == pytest.approx(2 / 3)
     for layer, r2 in read.r2.items():
-        row = next(line for line in printed.splitlines() if line.startswith(f"│     {layer} "))
+        row = next(line for line in printed.splitlines() if line.split()[:1] == [str(layer)])
         for value, usable in zip(r2.tolist(), read.usable(layer)):
             assert f"{value:.3f}{'' if usable else ' plain'}" in row
     usable = sum(sum(read.usable(layer)) for layer in read.weights)

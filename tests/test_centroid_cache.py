@@ -6,7 +6,6 @@ import torch
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, corrections
 from fastkv.cache import signals
-from fastkv.cache.wrappers import Rollback
 from fastkv.reference import Centroids, centroid_estimate
 
 from .models import build, prompt
@@ -52,17 +51,17 @@ def test_a_window_with_the_centroids_of_the_rest(monkeypatch, block, softcap):
     assert torch.equal(module.state.parts.count.sort(-1).values.double(), parts.count.sort(-1).values)
 
 
-@pytest.mark.parametrize("wrapper", [None, Rollback])
-def test_the_evicted_mass_of_a_block_reaches_what_is_observed(monkeypatch, wrapper):
+@pytest.mark.parametrize("records", [False, True])
+def test_the_evicted_mass_of_a_block_reaches_what_is_observed(monkeypatch, records):
     module, told, observe = fresh("snapkv", correction="centroids", prefill_block=16), [], signals.observe
     q, k, v = tokens(60)
     module(*(rows[:, :, :50] for rows in (q, k, v)))
     monkeypatch.setattr(signals, "observe", lambda *given: told.append(given[-1]) or observe(*given))
     want = centroid_estimate(q[:, :, 50:], module.state.parts, D**-0.5)[1]
-    reader = module.cache if wrapper is None else wrapper(module.cache)
-    reader.read(*(rows[:, :, 50:] for rows in (q, k, v)), torch.ones(B, 10, dtype=torch.bool), None)
-    if wrapper is not None:
-        reader.accept(3)
+    module.cache.records = records
+    module.cache.read(*(rows[:, :, 50:] for rows in (q, k, v)), torch.ones(B, 10, dtype=torch.bool), None)
+    if records:
+        module.cache.accept(3)
         want = want[:, :, :7]
     torch.testing.assert_close(*told, want)
 

@@ -108,7 +108,7 @@ def test_two_keys_take_the_room_of_a_pair(name):
     correction = corrections.get(name)
     for keep in (None, 0.1, 0.4, 0.9):
         for tokens, reserved in ((1, 0), (20, 3), (21, 15), (100, 100)):
-            pairs, keys = correction.split(tokens, reserved, keep, [True, False, True])
+            pairs, keys = correction.split((tokens,) * 3, tokens, reserved, keep, [True, False, True])
             assert pairs[1] == tokens and pairs[0] == pairs[2]
             if not correction.key_only:
                 assert keys == () and pairs[0] == tokens
@@ -116,13 +116,13 @@ def test_two_keys_take_the_room_of_a_pair(name):
             keys = keys or (0, 0, 0)
             assert keys[1] == 0 and keys[0] == keys[2] == 2 * (tokens - pairs[0])
             assert pairs[0] >= min(max(reserved, 1), tokens)
-    assert correction.split(20, 3, None, [False, False]) == ((20, 20), ())
+    assert correction.split((20, 20), 20, 3, None, [False, False]) == ((20, 20), ())
     if correction.key_only:  # p_a = min(p_c / 2, (1 - p_c) / 2) of every prompt token (VECTOR, Sec. 4, Eq. 1)
         for keep in (0.25, 0.5, 0.75):
-            _, keys = correction.split(round(1000 * keep), 1, keep, [True])
+            _, keys = correction.split((round(1000 * keep),), round(1000 * keep), 1, keep, [True])
             assert keys == (2 * round(1000 * min((1 - keep) / 2, keep / 2)),)
         for share in (0, 0.25, 1):  # its sweep of p_a
-            pairs, keys = corrections.get(correction.name, share=share).split(400, 1, 0.4, [True])
+            pairs, keys = corrections.get(correction.name, share=share).split((400,), 400, 1, 0.4, [True])
             given = min(400 * share, 399, 1000 * 0.6 / 2)
             assert (pairs, keys) == ((400 - given,), (2 * given,) if given else ())
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastkv import cpu as compiled
 from fastkv import ops, reference
-from fastkv.cpu import compiled
 from fastkv.cpu import operations as cpu
 from fastkv.reference import Centroids, Moments, centroids
 
@@ -284,16 +284,9 @@ peaks_compiled = pytest.mark.skipif(not compiled.available("peaks"), reason="pea
 @peaks_compiled
 @CASES
 @given(
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 20),
-    st.integers(1, 50),
-    st.sampled_from([8, 24, 64]),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-    st.sampled_from([None, 2.0]),
-    st.booleans(),
-    st.integers(0, 999),
+    *[st.integers(1, most) for most in (3, 3, 3, 20, 50)],
+    *[st.sampled_from(some) for some in ([8, 24, 64], [torch.float32, torch.bfloat16], [None, 2.0])],
+    *(st.booleans(), st.integers(0, 999)),
 )
 def test_compiled_peaks_are_those_of_the_reference(batch, heads, groups, asking, num, dim, dtype, cap, sunk, seed):
     generator = torch.Generator().manual_seed(seed)

@@ -8,8 +8,8 @@ import torch
 
 import fastkv
 from fastkv import ops
-from fastkv.calibration import quality
-from fastkv.calibration.files import describe, fingerprint
+from fastkv.calibration import describe, fingerprint
+from fastkv.calibration.fits import QualityCurve, save_curves
 from fastkv.policies import AttentionMatching, FastKVReread
 
 from .models import build, generate, prompt, raises
@@ -18,7 +18,7 @@ from .test_policy_matrix import EVERY, TOKENS, small
 
 def curve(model, policy, alpha=0.5, beta=-3.0):
     config = model.config
-    return quality.QualityCurve(alpha, beta, policy, fingerprint(config), describe(config), 10, 0.1)
+    return QualityCurve(alpha, beta, policy, fingerprint(config), describe(config), 10, 0.1)
 
 
 def most_attention(model, ids, layer, request=()):
@@ -62,21 +62,6 @@ def test_a_second_reading_keeps_what_each_chunk_looked_up(monkeypatch):
     torch.testing.assert_close(exact.memory[:, :, :TOKENS], torch.stack(chunks).amax(0).gather(2, positions))
 
 
-def test_kvzip_leaves_the_output_and_sliding_layers_alone():
-    for name in ("llama", "gemma3"):
-        model = build(name)
-        ids, mask = prompt()
-        stock = model(ids, attention_mask=mask)
-        fastkv.patch(model, fastkv.policies.get("kvzip", chunk=16), small())
-        out = model(ids, attention_mask=mask)
-        real = mask.bool()
-        torch.testing.assert_close(out.logits[real], stock.logits[real], atol=1e-4, rtol=0)
-        assert out.past_key_values.get_seq_length() == 50
-        for mine, theirs in zip(out.past_key_values.layers, stock.past_key_values.layers):
-            if not hasattr(mine, "state"):
-                assert torch.equal(mine.keys, theirs.keys)
-
-
 # By fastkv.
 
 
@@ -87,7 +72,7 @@ class Short(FastKVReread):
     chunk: int = 16
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_what_is_remembered_is_what_the_second_reading_attended_to(name):
     model, (ids, _), layer = build(name, "eager"), prompt(1, 40, (0,)), 1
     most = most_attention(model, ids, layer)
@@ -134,7 +119,7 @@ def test_quality_keeps_what_the_curve_says(tmp_path):
     nll = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").mean(-1)
     path = tmp_path / "context.json"
     fitted = curve(model, "keydiff")
-    quality.save(path, [fitted])
+    save_curves(path, [fitted])
     budget = fastkv.Budget(quality=0.9, calibration=path, sinks=2, recent=4)
     fastkv.patch(model, "keydiff", budget)
     cache = model(ids).past_key_values
@@ -151,7 +136,7 @@ def test_quality_keeps_what_the_curve_says(tmp_path):
 def test_refusals(tmp_path):
     model = build()
     path, foreign = tmp_path / "context.json", tmp_path / "foreign.json"
-    quality.save(path, [curve(model, "snapkv")])
+    save_curves(path, [curve(model, "snapkv")])
     foreign.write_text(path.read_text().replace(fingerprint(model.config), "0" * 16))
 
     def refuse(match, policy="snapkv", calibration=path, **options):

@@ -8,7 +8,6 @@ import transformers
 
 import fastkv
 from fastkv.config import Config
-from fastkv.lab import doctor
 from fastkv.lab.cli import main
 from fastkv.lab.doctor import survey
 
@@ -26,43 +25,6 @@ def said(capsys, *arguments):
     lines = capsys.readouterr().out.splitlines()
     pairs = [line.strip().split("  ", 1) for line in lines if line.startswith("  ")]
     return {name: text.strip() for name, text in pairs}, code, lines
-
-
-FLASH_2, FLASH_3 = "flash-attn", "flash-attn-3"
-
-
-@pytest.mark.parametrize(
-    "installed, capability, expected",
-    [
-        (
-            {},
-            (9, 0),
-            {
-                "flash_attention_2": "not available: flash-attn is not installed (pip install 'fastkv-attn[flash]')",
-                "flash_attention_3": "not available: flash-attn-3 is not installed",
-                "kernels of the hub": "not available: kernels is not installed",
-            },
-        ),
-        ({FLASH_2: "2.8.3"}, (8, 0), {"flash_attention_2": "available (flash-attn 2.8.3)"}),
-        (
-            {FLASH_3: "3.0.0", "kernels": "0.11"},
-            (8, 6),
-            {
-                "flash_attention_2": "available (kernels 0.11)",
-                "flash_attention_3": "available (flash-attn-3 3.0.0)",
-                "flash_attention_4": "not available: it needs a GPU of compute capability 9.0, this one has 8.6",
-                "kernels of the hub": "available (kernels 0.11)",
-            },
-        ),
-        ({FLASH_2: "2.8.3"}, None, {"flash_attention_2": "not available: torch sees no CUDA device"}),
-    ],
-)
-def test_implementations_of_flash_attn(installed, capability, expected, monkeypatch):
-    monkeypatch.setattr(doctor, "version", lambda package: installed.get(package, doctor.MISSING))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
-    found = doctor.attention_implementations()
-    assert {name: found[name] for name in expected} == expected
 
 
 def test_a_model_of_full_attention(tmp_path, capsys):

@@ -5,7 +5,7 @@ import re
 import pytest
 import transformers
 
-from fastkv.integrations.transformers import families
+from fastkv.integrations import transformers as engine
 from fastkv.integrations.transformers.layer import FastKVLayer
 
 from .families import lists, tiny
@@ -13,9 +13,8 @@ from .families.__main__ import main
 from .families.checks import CHECKS
 from .families.examine import FAILS, REFUSED, UNBUILT, WORKS, examine
 
-# One of each way to be special: nothing, windows and images, three-dimensional positions, states of linear attention
-# within layers, shared keys, sinks, latents.
-OFTEN = "llama gemma3 qwen2_vl falcon_h1 gemma3n_text:shared-keys gpt_oss deepseek_v3".split()
+# Of these all is checked every day: nothing special, windows and images, states of linear attention within layers.
+OFTEN = "llama gemma3 falcon_h1".split()
 NAMES = """
 llama llama4 llama4_text mllama mllama:cross-attention mistral mistral:windows-only ministral ministral3 mistral3
 mixtral qwen2 qwen2_moe qwen2_vl qwen2_5_vl qwen3 qwen3_moe qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_vl
@@ -36,9 +35,10 @@ def listed(name):
     return UNBUILT
 
 
-# Others of each way to be special, of which less is checked every day: what a model computes, and where its cache goes.
+# Of one of each other way to be special, less: what a model computes, and where its cache goes.
 FEW = ("whole", "blocks", "turns", "copies", "saved")
 MORE = """
+deepseek_v3 gpt_oss qwen2_vl
 qwen3_next phi3 lfm2 gpt2 gpt_neox llama4_text gemma4_text:shared-keys mllama:cross-attention bailing_hybrid
 """.split()
 
@@ -66,18 +66,18 @@ def test_a_type_works_or_is_refused(name, checks):
 
 def test_what_works_is_what_is_tested():
     table = lists.table(PAGE, "Tested")
-    assert table.keys() == families.TESTED.keys()
+    assert table.keys() == engine.TESTED.keys()
     for name, (_, _, limits) in table.items():
         found = [] if limits == "none" else [limit.partition(": ")[0] for limit in limits.split("<br>")]
-        assert families.TESTED[name] == lists.summary(found)
+        assert engine.TESTED[name] == lists.summary(found)
 
 
 def test_what_is_refused_says_why():
     refused = lists.table(PAGE, "Refused")
-    assert not families.REFUSED.keys() & families.TESTED.keys()
-    assert not refused.keys() & families.TESTED.keys()
+    assert not engine.REFUSED.keys() & engine.TESTED.keys()
+    assert not refused.keys() & engine.TESTED.keys()
     reasons = " ".join(why for (why,) in refused.values())
-    missing = {name for name, why in families.REFUSED.items() if f"{name} is not supported: {why}" not in reasons}
+    missing = {name for name, why in engine.REFUSED.items() if f"{name} is not supported: {why}" not in reasons}
     assert not missing - lists.table(PAGE, "Not tried").keys()
 
 

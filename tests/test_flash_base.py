@@ -14,7 +14,7 @@ from transformers import __version__ as transformers_version
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fastkv
-from fastkv.integrations.transformers import families
+from fastkv.integrations.transformers import stock
 
 from . import flash_attn
 from .models import build, compressed_layers, generate, prompt, raises
@@ -104,7 +104,7 @@ def test_kernels_of_the_hub_with_another_interface_are_refused():
         ALL_ATTENTION_FUNCTIONS.register(name, lambda *args, **kwargs: None)
         model.config._attn_implementation_internal = name
         raises("attn_implementation must be one of eager, sdpa, flash_attention_2", fastkv.patch, model)
-    assert not families.is_flash("kernels-community/never-loaded") and families.is_flash("flash_attention_3")
+    assert not stock.is_flash("kernels-community/never-loaded") and stock.is_flash("flash_attention_3")
 
 
 @pytest.mark.skipif(Version(transformers_version) < Version("5.23"), reason="earlier ones ask for the hub differently")

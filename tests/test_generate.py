@@ -193,7 +193,7 @@ def test_assisted_decoding_is_lossless(name, block):
     fastkv.patch(model, budget=SMALL, prefill_block=block)
     cache = generate(model, ids, new=16, assistant_model=draft, return_dict_in_generate=True).past_key_values
     layer = cache.layers[compressed_layers(cache)[0]]
-    layer.accept()
+    layer.cache.accept()
     total = layer.state.exact.lengths + layer.state.moments.count
     assert torch.equal(total, torch.full_like(total, cache.get_seq_length()))
     assert int(layer.state.exact.lengths.max()) <= 20 + 16

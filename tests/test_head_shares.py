@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 import fastkv
 from fastkv import Budget, FastKVAttention, FastKVCache, HeadShares, calibrate_heads
-from fastkv.calibration.files import describe, fingerprint
-from fastkv.calibration.head_shares import KEEPS, weights_digest
+from fastkv.calibration import KEEPS, describe, fingerprint, weights_digest
 from fastkv.integrations.transformers import calibrate
 
 from .families import tiny
@@ -207,9 +206,9 @@ def test_beside_other_layers_a_text_goes_on_and_is_not_read_again(name, again, m
     assert sum(counted) == (1 + again) * 255
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_moe"])
 def test_other_families(name):
-    """Layers with sliding windows, soft-caps, experts and latents: as many shares as there are compressed heads."""
+    """Layers with sliding windows, soft-caps and experts: as many shares as there are compressed heads."""
     model = build(name, "eager" if name == "gemma2" else "sdpa")
     shares = calibrate_heads(model, text=TEXT)
     fastkv.patch(model, "keydiff", Budget(tokens=24, sinks=2, recent=4, heads=shares), evict_every=4)

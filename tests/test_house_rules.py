@@ -28,10 +28,9 @@ def each_file(keep=lambda path: True):
 # the operators that choose among them by name (`fastkv.backend`).
 ROOMS = [
     "errors",
-    "calibration.files",  # what files are like, and shares of heads, which are part of a budget
+    "calibration",  # what files are like, and shares of heads, which are part of a budget
     "backend",
     "budget",
-    "parallel",
     "rotary",
     "reference",
     "corrections",
@@ -39,13 +38,12 @@ ROOMS = [
     "kernels",
     "ops",
     "policies",
-    "calibration",
+    "calibration.fits",
     "config",
     "cache",
     "integrations",
     "module",
     "api",
-    "prefix",
     "pipeline",
     "lab",
 ]
@@ -61,9 +59,7 @@ def module_name(path):
 def room(module):
     """The room of a module of the package, None for the package itself."""
     _, first, second = [*module.split("."), "", ""][:3]
-    if first == "calibration" and second in ("files", "head_shares"):
-        return "calibration.files"
-    return first or None
+    return "calibration.fits" if (first, second) == ("calibration", "fits") else first or None
 
 
 MODULES = {module_name(path): path for path in FILES}
@@ -156,7 +152,7 @@ def public_definitions(node):
             yield from public_definitions(child)
 
 
-CACHED = PACKAGE / "calibration" / "files.py"  # XDG_CACHE_HOME says where a user's caches are, nothing else
+CACHED = PACKAGE / "calibration" / "__init__.py"  # XDG_CACHE_HOME says where a user's caches are, nothing else
 
 
 @each_file()

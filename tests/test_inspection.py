@@ -14,7 +14,8 @@ from transformers import DynamicCache
 from fastkv import FastKVError
 from fastkv.lab import inspection as geometry
 from fastkv.lab.cli import build_parser
-from fastkv.lab.inspection import measure_layer, nearest_distances, read
+from fastkv.lab.common import read_stock
+from fastkv.lab.inspection import measure_layer, nearest_distances
 
 from .models import build
 from .toy import MODEL, load
@@ -252,20 +253,21 @@ def test_the_bundled_model_is_inspected_from_end_to_end(width, tmp_path):
 
 def test_only_full_attention_layers_are_read():
     model = build("gemma3")
-    ids = torch.randint(3, 90, (40,), generator=seeded())
-    found = read(model, ids)
+    ids = torch.randint(3, 90, (1, 40), generator=seeded())
+    found = list(read_stock(model, ids))
     assert [index for index, _, _ in found] == [1, 3]
     cache = DynamicCache(config=model.config)
-    model(ids[None], past_key_values=cache)
+    model(ids, past_key_values=cache)
     for index, keys, values in found:
-        assert torch.equal(keys, cache.layers[index].keys[0]) and torch.equal(values, cache.layers[index].values[0])
-        assert keys.shape == (2, 40, 16)
+        assert torch.equal(keys, cache.layers[index].keys) and torch.equal(values, cache.layers[index].values)
+        assert keys.shape == (1, 2, 40, 16)
 
 
 def test_what_cannot_be_measured_is_refused():
-    with pytest.raises(FastKVError, match="no full-attention layer"):
-        read(build("gemma3", layer_types=["sliding_attention"] * 4), torch.arange(3, 90))
+    ids = torch.arange(3, 90)[None]
+    with pytest.raises(FastKVError, match="full-attention layers, got gemma3_text with none in 4"):
+        list(read_stock(build("gemma3", layer_types=["sliding_attention"] * 4), ids))
     model = build("llama")
     model.model.layers[2].self_attn.k_proj.weight[0, 0] = math.nan
     with pytest.raises(FastKVError, match="layer 2"):
-        read(model, torch.arange(3, 90))
+        list(read_stock(model, ids))

@@ -1,7 +1,6 @@
 """What is installed: what the wheel holds and needs, one version, and what works without the extra `cli`."""
 
 import email
-import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 
 import fastkv
+
+from .processes import run
 
 ROOT = Path(__file__).parent.parent
 INPUTS = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
@@ -78,6 +79,7 @@ def test_one_name_and_one_version(wheel):
 
 WITHOUT = """
 import sys
+sys.path.insert(0, sys.argv[1])
 sys.modules["rich"] = sys.modules["matplotlib"] = None  # as if they were not installed
 
 import torch
@@ -100,17 +102,14 @@ for command in ("demo --quick", "calibrate vector", "eval --tasks arc_easy"):
 def test_the_wheel_works_without_the_extra(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as file:
         file.extractall(tmp_path)
-    place = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT], cwd=tmp_path, env=place, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    file, *lines = done.stdout.splitlines()
+    code, output, errors = run(WITHOUT, tmp_path / "process", str(tmp_path))
+    assert code == 0, errors
+    file, *lines = output.splitlines()
     assert Path(file).parent == tmp_path / "fastkv"
     said = next(line for line in lines if line.startswith("  all others"))
     how = "rich and matplotlib are not installed (pip install 'fastkv-attn[cli]')"
     assert said.endswith(f"not available: {how}")
-    sentences = [line for line in done.stderr.splitlines() if line.startswith("fastkv ")]
+    sentences = [line for line in errors.splitlines() if line.startswith("fastkv ")]
     assert sentences == [
         f"fastkv {name}: this command needs the extra cli: {how}" for name in ("demo", "calibrate", "eval")
     ]

@@ -22,7 +22,7 @@ from . import test_kernels_decode as decode
 from . import test_kernels_evict as evict
 from . import test_kernels_prefill as prefill
 from .conftest import examples
-from .pairwise import covering
+from .pairwise import covering, named
 from .states import DEVICE, encoded, make_spec, sinks, splits
 
 SLOTS = ["int8", "fp8", "int4", "k8v4"]
@@ -136,6 +136,7 @@ def coded(case, slots):
         SLOTS,
         [torch.float32, torch.float16, torch.bfloat16],
         where=lambda name, slots, dtype: fits(slots, decode.SHAPES[name][3]),
+        together=1,
     ),
 )
 def test_decode_shapes(name, slots, dtype):
@@ -204,9 +205,10 @@ def test_decode_property(
 @pytest.mark.parametrize(
     "slots, dtype, dim, softcap, chip",
     covering(
-        SLOTS, [torch.float32, torch.float16, torch.bfloat16], [64, 80, 128, 256, 512], [None, 5.0], ["", "90", "100"]
+        SLOTS, [torch.float32, torch.float16, torch.bfloat16], [64, 80, 128, 256, 512], [None, 5.0], ["", "90", "100"],
+        slow=(128, 512),
     ),
-)
+)  # fmt: skip
 def test_prefill(monkeypatch, slots, dtype, dim, softcap, chip):
     """Where tiles are those of a chip with more room, and where 4 bits are decoded beforehand."""
     monkeypatch.setattr(prefill_attention, "chip_of", lambda device: chip)
@@ -267,7 +269,7 @@ def test_evict(slots, shape, lengths, gone, dtype, dim, scores, drop, sinks, rec
         evict.check(case, 90 - drop, sinks, recent, order)
 
 
-@pytest.mark.parametrize("chip", [chip for chip in PACKED_V if chip.isdecimal()])
+@pytest.mark.parametrize("chip", [named(chip, slow=chip != "100") for chip in PACKED_V if chip.isdecimal()])
 def test_evict_in_the_tiles_of_each_chip(chip, monkeypatch):
     monkeypatch.setattr("fastkv.kernels.evict.chip_of", lambda device: chip)
     case = evict.Case.make(1, 1, 256, 24, torch.bfloat16, [24], [3], seed=1)

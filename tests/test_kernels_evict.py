@@ -155,13 +155,6 @@ def test_evict_shapes(name, dtype):
     check(Case.make(batch, heads, dim, slots, dtype, lengths, evicted), tokens, sinks=1, recent=2)
 
 
-@pytest.mark.parametrize("order, scores, scan", covering([None, 0, 1], ["normal", "ties", "equal"], [16, 2048]))
-def test_evict_variants(monkeypatch, order, scores, scan):
-    monkeypatch.setattr(module, "MAX_SCAN", scan)
-    case = Case.make(1, 2, 64, 40, torch.float16, (40, 33), (6, 0), scores=scores)
-    check(case, 24, sinks=4, recent=6, order=order)
-
-
 @pytest.mark.parametrize("scan", [16, 2048], ids=["two launches", "one launch"])
 def test_evict_drops_protected_tokens_last(monkeypatch, scan):
     monkeypatch.setattr(module, "MAX_SCAN", scan)

@@ -142,20 +142,14 @@ def test_logits_of_ten_thousand_of_either_sign():
     check(block, state)
 
 
+# head_dim, value_dim, groups, centroids, dtype
+PARTS = [(64, 64, 4, 31, torch.bfloat16), (80, 80, 3, 1, torch.float16), (128, 48, 1, 17, torch.float32)]
+PARTS += [(256, 256, 2, 6, torch.bfloat16), (320, 512, 7, 33, torch.float16)]
+
+
 @pytest.mark.parametrize(
     "sizes, softcap, means",
-    covering(
-        [
-            (64, 64, 4, 31, torch.bfloat16),
-            (80, 80, 3, 1, torch.float16),
-            (128, 48, 1, 17, torch.float32),
-            (256, 256, 2, 6, torch.bfloat16),
-            (320, 512, 7, 33, torch.float16),
-        ],
-        [None, 2.0],
-        [torch.float32, torch.bfloat16],
-        together=1,
-    ),
+    covering(PARTS, [None, 2.0], [torch.float32, torch.bfloat16], together=1),
 )
 def test_centroids(sizes, softcap, means):
     """Of heads that evicted more tokens than there are centroids, fewer, and none."""
@@ -201,8 +195,7 @@ def test_any_case(groups, slots, num, evicted, order, softcap, dtype, size, part
 
 
 @pytest.mark.parametrize(
-    "groups, dim, dtype, size",
-    [(1, 80, torch.float16, 1.0), (3, 64, torch.float32, 1e4), (8, 96, torch.bfloat16, 1e4)],
+    "groups, dim, dtype, size", [(1, 80, torch.float16, 1.0), (3, 64, torch.float32, 1e4), (8, 96, torch.bfloat16, 1e4)]
 )
 def test_sinks(groups, dim, dtype, size):
     """In heads with tokens and without; of a query that sees nothing the sink is all there is."""

@@ -26,13 +26,9 @@ pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 def check_select(scores, positions, valid, protected, tokens):
     each = isinstance(tokens, torch.Tensor)
     wanted = (reference.select_each if each else reference.select)(scores, positions, valid, protected, tokens)
-    kept, counts = select(
-        scores=scores.to(DEVICE),
-        positions=positions.to(DEVICE),
-        valid=valid.to(DEVICE),
-        protected=protected.to(DEVICE),
-        tokens=tokens.to(DEVICE) if each else tokens,
-    )
+    given = {"scores": scores, "positions": positions, "valid": valid, "protected": protected}
+    given = {name: tensor.to(DEVICE) for name, tensor in given.items()}
+    kept, counts = select(**given, tokens=tokens.to(DEVICE) if each else tokens)
     assert kept.dtype == torch.bool and counts.dtype == torch.int64
     assert torch.equal(counts.cpu(), wanted.counts)
     assert torch.equal(kept.cpu(), wanted.kept)

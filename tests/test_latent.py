@@ -9,12 +9,12 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, ops, reference
-from fastkv.backend import check_backend
-from fastkv.integrations.transformers import families, latent
-from fastkv.lab.equal_bytes import assert_equal_bytes, equal_bytes
-from fastkv.parallel import Parallel
+from fastkv.backend import Parallel, check_backend
+from fastkv.integrations.transformers import INDEXED, REFUSED, modules
+from fastkv.lab.reading import equal_bytes
 from fastkv.reference import Moments, Slots
 
+from .equal_bytes import assert_equal_bytes
 from .models import MLA, build, generate, prompt, raises
 from .pairwise import covering
 from .states import make_spec, make_state
@@ -101,10 +101,10 @@ def test_absorption_is_the_same_attention():
     query = torch.randn(2, HEADS, 9, module.qk_head_dim, generator=generator, dtype=torch.float64)
     keys, values = module.expand_kv(*drawn)
     wanted = (query @ keys.mT).softmax(-1) @ values
-    key, value = latent.unexpanded(module, *drawn)
-    out = (latent.absorbed(module, query) @ key.mT).softmax(-1) @ value
-    torch.testing.assert_close(latent.lifted(module, out), wanted, atol=1e-12, rtol=0)
-    for found, expected in zip(latent.expanded(module, key, value), (keys, values)):
+    key, value = modules.unexpanded(module, *drawn)
+    out = (modules.absorbed(module, query) @ key.mT).softmax(-1) @ value
+    torch.testing.assert_close(modules.lifted(module, out), wanted, atol=1e-12, rtol=0)
+    for found, expected in zip(modules.expanded(module, key, value), (keys, values)):
         assert torch.equal(found, expected)
 
 
@@ -172,7 +172,7 @@ def test_latents_that_are_expanded_in_another_way_are_refused():
     fastkv.patch(model)
 
 
-@pytest.mark.parametrize("name", [name for name, why in families.REFUSED.items() if why is families.INDEXED])
+@pytest.mark.parametrize("name", [name for name, why in REFUSED.items() if why is INDEXED])
 def test_models_with_indexers_are_refused(name):
     if name not in CONFIG_MAPPING:
         pytest.skip("this transformers has no such model")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fastkv import Budget, ops
+from fastkv.cache import CacheWorkspace
 from fastkv.cache.layer import LayerCache
 from fastkv.cache.layout import Attends, LayerPlan
-from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 from fastkv.ops import operator
 from fastkv.reference.centroids import BLOCK

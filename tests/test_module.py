@@ -297,7 +297,7 @@ def compare(make, backend, first=50, steps=2 * EVERY + 3):
 
 
 COMPILED = ["keydiff", "tova", "random", "knorm", "manifold", "lagkv", "rkv", "streaming"]
-DAILY = {"attention and memory", "adaptive heads", "no values", "share of the prompt"}
+DAILY = {"adaptive heads", "no values"}
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ DAILY = {"attention and memory", "adaptive heads", "no values", "share of the pr
     [
         ("moments", "inductor", 50),
         *(named(name, "aot_eager", 50, slow=name not in DAILY) for name in (*KINDS, *COMPILED)),
-        ("adaptive heads", "aot_eager", 1),
+        named("adaptive heads", "aot_eager", 1, slow=True),
     ],
 )
 def test_compiled_decode(name, backend, first):

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fastkv
+from fastkv.cache import CacheWorkspace
 from fastkv.cache.pages import PagedBlocks, PagedLayer, PagedRule
-from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 
 from .models import build, compressed_layers, policy, prompt

@@ -5,7 +5,7 @@ import torch
 
 import fastkv
 from fastkv import FastKVAttention, ops
-from fastkv.calibration import quality
+from fastkv.calibration.fits import save_curves
 
 from .models import VOCAB, build, generate, prompt
 from .pairwise import FOLLOWERS, covering, each
@@ -236,7 +236,7 @@ def test_a_row_of_nan_does_not_decide_the_share_of_others(tmp_path):
     """Budget(quality=...) gives a batch what its most demanding row needs; NaN demands nothing that can be known."""
     model = poisoned(build(), float("nan"))
     path = tmp_path / "context.json"
-    quality.save(path, [curve(model, "keydiff")])
+    save_curves(path, [curve(model, "keydiff")])
     budget = fastkv.Budget(quality=0.5, calibration=path, sinks=2, recent=4)
     fastkv.patch(model, "keydiff", budget, evict_every=EVERY)
     ids, mask = prompt()

@@ -4,17 +4,17 @@ import pytest
 import torch
 
 from fastkv import Budget, HeadShares, ops
+from fastkv.backend import Parallel
+from fastkv.cache import CacheWorkspace
 from fastkv.cache.layer import LayerCache
 from fastkv.cache.layout import Attends, LayerPlan
 from fastkv.cache.pages import PagedBlocks, PagedClock, PagedLayer, PagedRule
-from fastkv.cache.workspace import CacheWorkspace
-from fastkv.calibration.head_shares import KEEPS
+from fastkv.calibration import KEEPS
 from fastkv.config import Config
-from fastkv.parallel import Parallel
 
 from .launches import Operators, recorded
 from .models import raises
-from .pairwise import covering
+from .pairwise import covering, named
 
 HQ, HKV, DIM, BLOCK, EVERY = 4, 2, 32, 8, 3
 SCALE, PAGES, SEQUENCES = 0.3, 5, 3
@@ -124,7 +124,7 @@ PLAIN = {  # the interpreter is slow
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [named(case, slow=case in ("triton", "remembers, triton")) for case in CASES])
 def test_sequences_do_not_depend_on_each_other(case):
     """Sequence b arrives in turn b; blocks of all prompts are read together, while others decode and evict in their own
     time. Nor on the kernels: alone they are computed without them.
@@ -220,15 +220,6 @@ def test_an_eviction_touches_as_many_bytes_whatever_the_batch(policy, correction
             nbytes.append(launches.nbytes + operators.nbytes)
         added.append(nbytes[2] - nbytes[1])
     assert added[0] == added[1] > 0
-
-
-def test_a_step_in_which_no_sequence_is_due_evicts_nothing(monkeypatch):
-    layer = paged(config_of("keydiff"))
-    read(layer, 2, tokens(20, 1))
-    monkeypatch.setattr("fastkv.cache.pages.evict", None)
-    for at in range(EVERY):
-        step(layer, [2], [tokens(EVERY, 2)], [at])
-    assert (layer.state.exact.lengths[2] == 12 + EVERY).all()
 
 
 @pytest.mark.parametrize("policy, correction", [("snapkv", "centroids"), ("momentkv", "auto"), ("keydiff", "auto")])

@@ -6,8 +6,8 @@ import transformers
 
 import fastkv
 import fastkv.pipeline
+from fastkv.api import answers
 from fastkv.lab import reading
-from fastkv.prefix import answers
 
 from .models import raises
 from .processes import run

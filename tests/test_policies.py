@@ -28,10 +28,7 @@ REFUSED = {
         ({"sketch": 129}, "at most 128 columns for method 'cholesky', got 129"),
         ({"method": "lu"}, "method must be one of cholesky, qr, svd, eig, exact, srht"),
     ],
-    "noncausal": [
-        ({"chunk": 0}, "noncausal: chunk must be an integer of at least 1"),
-        ({"pool": 4}, "odd width"),
-    ],
+    "noncausal": [({"chunk": 0}, "noncausal: chunk must be an integer of at least 1"), ({"pool": 4}, "odd width")],
     "compactor": [
         ({"chunk": 0}, "compactor: chunk must be"),
         ({"sketch": 500}, "at most 128 columns"),

@@ -83,20 +83,12 @@ def made(held=9, new=11, batch=2, heads=2, seed=0, decoding=False, pads=(0, 3), 
         queries[b, :, : pads[b]] = NAN
     keys, values = (torch.where(valid[..., None], x, NAN) for x in (keys, values))
     keys, values, queries = (x.to(dtype or torch.float32) for x in (keys, values, queries))
+    moments, memory = Moments.empty(batch, heads, dim, dim, "cpu"), torch.where(valid, memory, NAN).float()
     return make_signals(
-        keys=keys,
-        values=values,
-        positions=positions,
-        valid=valid,
-        moments=Moments.empty(batch, heads, dim, dim, "cpu"),
-        scale=0.4,
-        layer=3,
-        decoding=decoding,
-        queries=None if decoding else queries,
-        memory=torch.where(valid, memory, NAN).float(),
-        rotary=Rotary(FREQUENCIES[dim]),
+        keys=keys, values=values, positions=positions, valid=valid, moments=moments, scale=0.4, layer=3,
+        decoding=decoding, queries=None if decoding else queries, memory=memory, rotary=Rotary(FREQUENCIES[dim]),
         backend="reference",
-    )
+    )  # fmt: skip
 
 
 def scored(policy, signals):

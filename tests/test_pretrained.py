@@ -9,9 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastkv
 from fastkv import FastKVError
+from fastkv.api import answers
 from fastkv.lab import facts, pretrained, reading
 from fastkv.lab.cli import main
-from fastkv.prefix import answers
 
 from .toy import MODEL
 

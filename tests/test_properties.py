@@ -182,16 +182,8 @@ def test_a_layer_keeps_the_best(kind, batch, heads, seed, sinks, recent, more, s
     valid = torch.tensor(grid(batch, heads, lambda b, h: [p is not None for p in at[b][h]]))
     # In some heads nothing is worth much, so that only the floor stays.
     scores = grid(batch, heads, lambda b, h: rng.choices(rng.choice([SCORES, [1.0, 2.5], [-3.0, -5.0]]), k=places))
-    signals = make_signals(
-        keys=torch.zeros(batch, heads, places, D),
-        values=torch.zeros(batch, heads, places, DV),
-        positions=positions.int(),
-        valid=valid,
-        moments=Moments.empty(batch, heads, D, DV, order=None),
-        scale=1.0,
-        layer=0,
-        decoding=False,
-    )
+    keys, values = (torch.zeros(batch, heads, places, dim) for dim in (D, DV))
+    signals = make_signals(keys=keys, values=values, positions=positions.int(), valid=valid)
     chosen = keep_best(signals, torch.tensor(scores), torch.tensor(seen), rule)
 
     window = min(max(recent, math.ceil(share * (sum(tokens) // heads))), min(tokens) - sinks)

@@ -11,13 +11,9 @@ from fastkv.cache import prefill as roofline
 from .models import build, generate, prompt
 
 H200 = SimpleNamespace(
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    clock_rate=1_980_000,
-    memory_clock_rate=3_201_000,
-    memory_bus_width=6144,
-)
+    major=9, minor=0, multi_processor_count=132,
+    clock_rate=1_980_000, memory_clock_rate=3_201_000, memory_bus_width=6144,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype,tokens", [(torch.bfloat16, 512), (torch.float32, 512), (torch.float8_e4m3fn, 256)])

@@ -31,8 +31,6 @@ def made(pads=(0, 7)):
         valid=valid,
         moments=Moments.empty(2, HEADS, DIM, DIM),
         scale=SCALE,
-        layer=0,
-        decoding=False,
         attention=torch.rand(2, HEADS, NUM, generator=generator),
     )
     return signals, valid[:, 0].sum(-1)

@@ -11,10 +11,10 @@ import triton.language as tl
 
 import fastkv
 from fastkv import ops
+from fastkv.cache import CacheWorkspace
 from fastkv.cache.layer import evict
 from fastkv.cache.layout import Layout
 from fastkv.cache.pages import ALIGNMENT, PagedBlocks, PagedLayer, PagedRule, PageFormat
-from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 from fastkv.kernels import operations
 from fastkv.kernels._attention import _home, _page

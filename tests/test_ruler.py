@@ -1,5 +1,6 @@
 """RULER offline: needles where they are said to be, exact lengths, counts by definition, metrics by hand, and grids."""
 
+import argparse
 import random
 import re
 from collections import Counter
@@ -275,12 +276,13 @@ def test_grid_on_the_toy(question, bundled, tmp_path, monkeypatch):
     model, tokenizer = bundled
     monkeypatch.setattr(needles, "needle", lambda task, tokenizer, *where: placed("facts", *where[:2], sum(where[2:4])))
     full = needles.grid(model, tokenizer, lengths, depths, 1, question=question, progress=lambda: calls.append(1))
-    assert len(calls) == 6 and full.accuracy == [[1.0, 1.0]] * 3
+    assert len(calls) == 6 and full["accuracy"] == [[1.0, 1.0]] * 3
     with fastkv.patched(model, "streaming", budget=64):
         streaming = needles.grid(model, tokenizer, lengths, depths, 1, question=question)
-    assert streaming.accuracy == [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
+    assert streaming["accuracy"] == [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
 
-    needles.write_plot(streaming, tmp_path / "grid.png", "streaming")
+    options = argparse.Namespace(lengths=lengths, depths=depths, task="facts", samples=1)
+    needles.write_plot(streaming["accuracy"], options, "streaming", tmp_path / "grid.png")
     assert (tmp_path / "grid.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -294,7 +296,7 @@ def test_grid_scores_what_the_model_wrote(bundled, monkeypatch):
 
     monkeypatch.setattr(needles, "answer", half)
     got = needles.grid(*bundled, (700,), (0.0, 1.0), 1, task="niah_multivalue")
-    assert got.accuracy == [[0.5], [1.0]]
+    assert got["accuracy"] == [[0.5], [1.0]]
 
 
 # As tasks of lm-evaluation-harness.

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import fastkv
 from fastkv import FastKVCache, FastKVError, policies
+from fastkv.backend import Parallel
 from fastkv.integrations.transformers import serialization as saved
-from fastkv.parallel import Parallel
 
 from .conftest import examples
 from .models import ROLLS_BACK, build, compressed_layers, generate, policy, prompt, raises

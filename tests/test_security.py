@@ -12,8 +12,7 @@ import safetensors.torch
 import torch
 
 import fastkv
-from fastkv.calibration import quality
-from fastkv.calibration.fits import VectorMap
+from fastkv.calibration.fits import QualityCurve, VectorMap
 
 from .models import build
 from .processes import run
@@ -149,7 +148,7 @@ def test_the_bomb_works(bomb):
 READERS = {
     "saved cache": lambda path, model: fastkv.FastKVCache.load(path, model),
     "vector map": lambda path, model: VectorMap.load(path, model.config),
-    "quality curve": lambda path, model: quality.load(path, model.config, "keydiff"),
+    "quality curve": lambda path, model: QualityCurve.load(path, model.config, "keydiff"),
     "vector argument": lambda path, model: fastkv.patch(model, "keydiff", 20, correction="vector", vector=path),
     "calibration": lambda path, model: fastkv.patch(
         model, "keydiff", fastkv.Budget(quality=0.9, calibration=str(path))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fastkv import Budget
+from fastkv.cache import CacheWorkspace
 from fastkv.cache.pages import PagedLayer, PagedRule
-from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 from fastkv.integrations.vllm.batch import Batcher
 from fastkv.rotary import Rotary

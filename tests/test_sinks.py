@@ -5,10 +5,9 @@ import torch
 
 import fastkv
 from fastkv import Budget, FastKVError, ops, reference
-from fastkv.cache.layer import LayerCache
+from fastkv.cache import CacheWorkspace
+from fastkv.cache.layer import HeldPrompt, LayerCache
 from fastkv.cache.layout import Attends, LayerPlan
-from fastkv.cache.workspace import CacheWorkspace
-from fastkv.cache.wrappers import HeldPrompt
 from fastkv.config import Config
 from fastkv.reference import Moments
 

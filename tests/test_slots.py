@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 import fastkv
-from fastkv import Budget, FastKVAttention, FastKVCache, FastKVError, reference
-from fastkv.cpu import compiled as compilation
+from fastkv import Budget, FastKVAttention, FastKVCache, FastKVError, cpu, reference
 from fastkv.cpu import slots as compiled_slots
 from fastkv.reference import FORMATS, FP8, INT4, INT8, PLAIN, rotated, step_of
 
@@ -157,7 +156,7 @@ def test_moving_never_rounds(slots, heads, backend):
         assert torch.equal(exact[name][exact.valid], once.gather(2, index.clamp(0, 79))[exact.valid])
 
 
-COMPILED = compilation.library("slots")
+COMPILED = cpu.library("slots")
 compiled = pytest.mark.skipif(isinstance(COMPILED, str), reason=f"slots.cpp: {COMPILED}")
 
 
@@ -284,7 +283,7 @@ def test_compiled_attention_copies_no_slots(slots):
 def test_slots_are_decoded_where_nothing_compiles(slots, heads, monkeypatch):
     options = {"policy": "snapkv", "heads": heads, "backend": "cpu", "prefill_block": 16}
     plain = run(module(slots, **options))
-    monkeypatch.setattr(compilation, "library", lambda name: "no compiler")
+    monkeypatch.setattr(cpu, "library", lambda name: "no compiler")
     assert torch.allclose(run(module(slots, **options)), plain, atol=1e-5)
 
 
@@ -292,8 +291,8 @@ def test_a_missing_compiler_is_a_sentence(monkeypatch):
     def load(*given, **options):
         raise RuntimeError("No working C++ compiler found\nin: c++, g++")
 
-    monkeypatch.setattr(compilation, "built", load)
-    assert compilation.library.__wrapped__("slots") == "RuntimeError: No working C++ compiler found"
+    monkeypatch.setattr(cpu, "built", load)
+    assert cpu.library.__wrapped__("slots") == "RuntimeError: No working C++ compiler found"
 
 
 @each_format

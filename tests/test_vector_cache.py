@@ -7,15 +7,14 @@ import torch
 from transformers import DynamicCache
 
 import fastkv
+from fastkv.backend import Parallel
 from fastkv.cache.layout import LayerPlan
-from fastkv.calibration.files import fingerprint
+from fastkv.calibration import KEEPS, HeadShares, fingerprint
 from fastkv.calibration.fits import VectorMap
-from fastkv.calibration.head_shares import KEEPS, HeadShares
 from fastkv.config import Config
 from fastkv.errors import FastKVError
 from fastkv.integrations.transformers import rotations
 from fastkv.integrations.transformers.calibrate import weights_digest
-from fastkv.parallel import Parallel
 
 from .models import build, generate, policy, prompt
 from .pairwise import FOLLOWERS, covering, named

@@ -10,8 +10,8 @@ import transformers
 from packaging.version import Version
 from transformers.masking_utils import create_causal_mask
 
+from fastkv.backend import MESHES
 from fastkv.integrations.transformers.stock import CACHE
-from fastkv.parallel import MESHES
 
 from .models import ROLLS_BACK, build
 

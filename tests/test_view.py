@@ -15,13 +15,14 @@ from transformers import PreTrainedTokenizerFast
 
 from fastkv import Budget, FastKVCache, FastKVError, corrections, patched, policies
 from fastkv.cache.layout import Layout
+from fastkv.config import EVICT_EVERY
 from fastkv.integrations.transformers import modules
 from fastkv.integrations.transformers.layer import FastKVLayer
 from fastkv.integrations.transformers.stock import CACHE
 from fastkv.lab import common, fidelity, view
 from fastkv.lab.cli import main
-from fastkv.lab.equal_bytes import EVICT_EVERY, equal_bytes
-from fastkv.lab.view import FINE, LEVELS, TOP, Full, Reading, Trace, read_full, trace
+from fastkv.lab.reading import equal_bytes
+from fastkv.lab.view import FINE, LEVELS, TOP, Full, Reading, read_full, trace
 
 from .browser import Browser, find
 from .families import tiny
@@ -170,7 +171,8 @@ def synthetic(num, layers, heads, seed):
     gone = torch.where(last + waits < len(events), last + waits, 0)
     error = torch.randn(shape, generator=drawn).sub(2).exp()
     said = torch.zeros(32, dtype=torch.long)
-    return Trace(list(range(layers)), events, gone, error, said, 256.0, 1, 1.0, "float32")
+    found = {"layers": list(range(layers)), "events": events, "gone": gone, "error": error, "said": said}
+    return {**found, "kept": 256.0, "bytes": 1, "slot": 1.0, "slots": "float32"}
 
 
 @pytest.fixture(scope="module")
@@ -192,9 +194,9 @@ def test_a_page_of_a_long_text_is_small_and_holds_the_trace(long_page):
     path, traces = long_page
     assert path.stat().st_size <= 15e6
     data = data_of(path.read_text())
-    numbers = unpacked(data["numbers"], traces[0][1].gone.shape)
+    numbers = unpacked(data["numbers"], traces[0][1]["gone"].shape)
     for cache, (_, made, _) in zip(data["caches"], traces):
-        for name, want in (("gone", made.gone), ("error", view.coded(made.error))):
+        for name, want in (("gone", made["gone"]), ("error", view.coded(made["error"]))):
             assert torch.equal(numbers[cache[name] // want.numel()], want.int()), name
 
 
@@ -256,13 +258,13 @@ def test_other_models(family):
         cache = FastKVCache(model)
         for part in (ids[:, :70], *ids[:, 70:].split(1, 1)):
             model(part, **{CACHE: cache})
-    assert found.layers == [i for i, one in enumerate(cache.layers) if isinstance(one, FastKVLayer)]
-    for place, layer in enumerate(found.layers):
+    assert found["layers"] == [i for i, one in enumerate(cache.layers) if isinstance(one, FastKVLayer)]
+    for place, layer in enumerate(found["layers"]):
         slots = cache.layers[layer].state.exact
         for head in range(slots.lengths.shape[1]):
             held = slots["positions"][0, head][slots.valid[0, head]].sort().values
-            assert torch.equal(held.long(), (found.gone[place, head] == 0).nonzero()[:, 0])
-    assert found.error[..., :32].max() < 1e-5 < found.error.max() and found.error.isfinite().all()
+            assert torch.equal(held.long(), (found["gone"][place, head] == 0).nonzero()[:, 0])
+    assert found["error"][..., :32].max() < 1e-5 < found["error"].max() and found["error"].isfinite().all()
 
 
 def test_layers_that_cannot_be_drawn_are_refused():

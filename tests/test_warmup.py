@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fastkv import Budget
+from fastkv.cache import CacheWorkspace
 from fastkv.cache.pages import PagedBlocks, PagedLayer, PagedRule, Traffic, warm_up
-from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 from fastkv.rotary import Rotary
 

@@ -22,18 +22,16 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fastkv.lab import ruler
-from fastkv.lab.fit_context import Sample
+from fastkv.lab.fits import Sample
 
 NAMES_OF_THINGS = ("key_first", "key_second", "nouns", "plurals", "places", "adjectives", "times")
 KEY_FIRST, KEY_SECOND, NOUNS, PLURALS, PLACES, ADJECTIVES, TIMES = map(ruler.WORDS.get, NAMES_OF_THINGS)
@@ -265,23 +263,3 @@ def placed(task: str, length: int, depth: float, seed: int) -> ruler.Sample:
     prompt, tokens = f"{context} {question}", len(reply.split())
     metadata = {"units": len(rest), "needles": (asked,), "depths": (depth,)}
     return ruler.Sample(task, prompt, context, question, (reply.removesuffix(" ."),), tokens, metadata)
-
-
-@dataclass(frozen=True)
-class Questions:
-    """Equally long prompts [N, P] and reference answers [N, A] as tokens; the last `question` of a prompt ask."""
-
-    prompts: Tensor
-    answers: Tensor
-    question: int
-
-
-def make_questions(
-    tokenizer: PreTrainedTokenizerFast, task: str, context: int, samples: int, seed: int, each: int = 1
-) -> Questions:
-    """`each` questions to each of `samples` texts of `context` tokens, answer included; seeds count up from `seed`."""
-    drawn = [generate(task, context, seed + index, each) for index in range(samples)]
-    prompts = tokenizer([f"{one.context} {question}" for one in drawn for question in one.questions]).input_ids
-    answers = tokenizer([answer for one in drawn for answer in one.answers], add_special_tokens=False).input_ids
-    question = tokenizer(drawn[0].questions[0], add_special_tokens=False).input_ids
-    return Questions(torch.tensor(prompts), torch.tensor(answers), len(question))

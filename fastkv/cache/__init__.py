@@ -1,1 +1,155 @@
-"""What one layer does with a prompt block and with a token: attend, score, select, compact. Knows no engine."""
+"""What one layer does with a prompt block and with a token: attend, score, select, compact. Knows no engine.
+
+Here is what the layers of a cache have in common: their clock, the kernels' scratch, tables of the rotary embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..backend import Parallel
+from ..errors import FastKVError
+from ..reference import LayerState, Spec
+from ..rotary import Rotary
+
+
+class Tick:
+    """How many tokens were decoded since the last prompt or eviction, as a link of a ring.
+
+    A compiled step can follow a link. A number that it counted up would be part of its graph and make it another one.
+
+    Attributes:
+        steps: that many.  evicts: whether the step that leads here evicts.  next: after one more.
+    """
+
+    def __init__(self, steps: int, evicts: bool) -> None:
+        self.steps, self.evicts, self.next = steps, evicts, self
+
+
+class EvictionClock:
+    """The clock of rows that decode in lock-step; rows with clocks of their own each have another.
+
+    Attributes: period: decode steps between evictions.  now: the tick that the last step led to.
+    """
+
+    def __init__(self, period: int) -> None:
+        self.period = period
+        self.first = self.last = Tick(0, True)
+        for steps in range(1, period):
+            self.last.next = Tick(steps, False)
+            self.last = self.last.next
+        self.last.next = self.first
+        self.now = self.first
+
+    def advance(self) -> None:
+        """One more token is decoded."""
+        self.now = self.now.next
+
+    def restart(self) -> None:
+        """A prompt was read, or nothing was."""
+        self.now = self.first
+
+    def move_to(self, steps: int) -> None:
+        """As if so many tokens had been decoded since the last prompt or eviction."""
+        self.restart()
+        for _ in range(steps):
+            self.advance()
+
+
+FIRST_TABLE = 4096  # positions of the first table of cos and sin
+
+
+class CacheWorkspace:
+    """What the layers of a cache have in common.
+
+    Args and attributes:
+        parallel: processes that share the heads.
+        evict_every: decode steps between evictions, the period of `clock`.
+        ahead: [B, T, T] bool, which later tokens of the block being read its tokens see, as those of an image do; None
+            where attention is causal.
+        real: [B, T] bool, which tokens of the block being read are no padding, where the engine knows; else None.
+        positions: for how many of them the tables are made at once.
+        sequences: of a batch at most, where batches differ in size; they then share one room for the kernels' scratch.
+            None where every size has its own.
+    """
+
+    def __init__(
+        self,
+        parallel: Parallel | None = None,
+        evict_every: int = 1,
+        positions: int = FIRST_TABLE,
+        sequences: int | None = None,
+    ) -> None:
+        self.parallel, self.positions, self.sequences = parallel or Parallel(), positions, sequences
+        self.clock, self.reading = EvictionClock(evict_every), False
+        self.ahead: Tensor | None = None
+        self.real: Tensor | None = None
+        self.scratch: dict[tuple[Any, ...], list[Tensor]] = {}
+        self.rooms: dict[tuple[Any, ...], list[Tensor]] = {}
+        self.tables: dict[tuple[Rotary, torch.device], tuple[Tensor, Tensor]] = {}
+
+    @contextmanager
+    def reading_prompt(self) -> Iterator[None]:
+        """While this is open, a block of one token is read like any other block: it may be padding."""
+        self.reading = True
+        try:
+            yield
+        finally:
+            self.reading = False
+
+    def twin(self) -> CacheWorkspace:
+        """For a copy of the layers, which is as far as they are."""
+        made = CacheWorkspace(self.parallel, self.clock.period, self.positions, self.sequences)
+        made.clock.move_to(self.clock.now.steps)
+        return made
+
+    def scratch_of(self, num_heads: int, state: LayerState, spec: Spec) -> list[Tensor]:
+        """Working memory of the kernels for so many query heads; one for all layers of the same shape.
+
+        Raises: FastKVError for a batch larger than the largest that was announced.
+        """
+        tiers = [(slots.keys.shape[1:], slots.starts is not None, slots.limit) for slots in state.tiers.values()]
+        parts = None if state.parts is None else state.parts.count.shape[1:]
+        device = state.exact.keys.device
+        shape = (device, num_heads, *tiers, state.exact.attention is not None, parts)
+        sized = (*shape, state.batch)
+        if sized not in self.scratch:
+            self.scratch[sized] = ops.workspace(num_heads, state, spec, self._room_of(shape, num_heads, state, spec))
+        return self.scratch[sized]
+
+    def _room_of(self, shape: tuple[Any, ...], num_heads: int, state: LayerState, spec: Spec) -> list[Tensor] | None:
+        """The memory that batches of all sizes view, by what their layers have in common."""
+        if self.sequences is None:
+            return None
+        if state.batch > self.sequences:
+            raise FastKVError(
+                f"scratch was made for batches of at most {self.sequences} sequences, got {state.batch}; make the "
+                "workspace for more"
+            )
+        if shape not in self.rooms:
+            device = state.exact.keys.device
+            sizes = ops.workspace_room(num_heads, state, spec, self.sequences, device)
+            self.rooms[shape] = [torch.zeros(number, dtype=dtype, device=device) for number, dtype in sizes]
+        return self.rooms[shape]
+
+    def table(self, rotary: Rotary, device: torch.device, length: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of at least `length` positions; they grow to powers of two, so almost never while decoding."""
+        found = self.tables.get((rotary, device))
+        if found is None or found[0].shape[0] < length:
+            found = rotary.to(device).table(max(1 << (length - 1).bit_length(), self.positions))
+            if not torch.compiler.is_compiling():
+                for part in found:
+                    torch._dynamo.mark_static_address(part, guard=False)  # or a captured step copies it every time
+            self.tables[rotary, device] = found
+        return found
+
+    def nbytes(self) -> int:
+        """Bytes of the working memory. Tables, like the model's weights, do not depend on what is cached."""
+        owned = self.scratch if self.sequences is None else self.rooms  # views take none
+        return sum(tensor.nbytes for made in owned.values() for tensor in made)

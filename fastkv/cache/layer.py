@@ -1,4 +1,8 @@
-"""LayerCache: everything one layer does with a prompt block, a token, a batch change, a reset; it knows no engine."""
+"""LayerCache: everything one layer does with a prompt block, a token, a batch change, a reset; it knows no engine.
+
+And what it can be wrapped in while a first prompt is read: held in full until all layers have read it (KVzip reads it
+twice, quality budgets grade it).
+"""
 
 from __future__ import annotations
 
@@ -14,26 +18,30 @@ from .. import ops
 from ..backend import follows_rows
 from ..errors import FastKVError
 from ..policies import Reread
-from ..reference import LayerState, Recovery
-from . import compaction, selection, signals
+from ..reference import LayerState, Moments, Recovery, Slots, Spec, rows_at
+from . import CacheWorkspace, compaction, selection, signals
 from .layout import Attends, LayerConfig, LayerPlan, Layout
 from .prefill import absorb_block, attend_block, without_padding
-from .workspace import CacheWorkspace
 
 Stock = Callable[[], Tensor]
+HeldTokens = tuple[Tensor, Tensor, Tensor, Tensor]  # q [B, Hq, T, D], k, v [B, Hkv, T, D], valid [B, T]
+SAMPLED, FEWEST = 16, 64  # of a second reading one query in so many, and no fewer of a chunk, are there for a refit
 GROWTH = 1.25  # of a text, after which a decode step deals its heads slots anew
 
 
 @dataclass(frozen=True)
-class SharedBlock:
-    """A block of a prompt that other layers still have to attend to.
+class PendingBlock:
+    """A block of a prompt that is not absorbed yet: other layers still have to attend to it, or it may be taken back.
 
-    Attributes: k, v [B, Hkv, T, D] without padding; valid [B, T].  first: whether it has no past.
+    Attributes: q [B, Hq, T, D]; k, v [B, Hkv, T, D] without padding; valid [B, T]; mass of `attend_block`.
+        first: whether it has no past.
     """
 
+    q: Tensor
     k: Tensor
     v: Tensor
     valid: Tensor
+    mass: Tensor | None
     first: bool
 
 
@@ -51,6 +59,8 @@ class LayerCache:
         started: whether there is a past.
         kv_sharers: how many other layers attend to this one's keys and values, each once after it and before the
             next tokens (`attend_shared`, `step_shared`).  left: how many of them still have to.
+        records: whether the last block can be taken back (assisted decoding): it is absorbed by `accept`, or by the
+            block after it.  pending: a block that is not absorbed yet.
         static: whether a step may be compiled into one graph: it then changes tensors only, at fixed addresses.
     """
 
@@ -63,9 +73,8 @@ class LayerCache:
         self.num_heads, self.leads = 0, plan.place == 0
         self.average = self.context = 0  # tokens per head of all layers, and the text that heads were dealt them for
         self.kv_sharers, self.left = plan.kv_sharers, 0
-        self.block: SharedBlock | None = None
-        # Queries and mass of the block, if it is to be absorbed when all other layers have attended.
-        self.queries: tuple[Tensor, Tensor | None] | None = None
+        self.records = False
+        self.pending: PendingBlock | None = None
         self.state: LayerState | None = None
         self.rule: LayerConfig | None = None
 
@@ -140,39 +149,46 @@ class LayerCache:
     # Tokens.
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, stock: Stock | None = None) -> Tensor:
-        """Attention output for a block of a prompt, [B, Hq, T, Dv]; the state afterwards includes it.
+        """Attention output for a block of a prompt, [B, Hq, T, Dv]; the state then includes it, unless other layers
+        still have to attend to it or it may be taken back.
 
         Args:
             q [B, Hq, T, D], k, v [B, Hkv, T, D], post-RoPE; valid [B, T] bool, false for padding.
             stock: attention over the new tokens alone; used where they have no past: exact and fast.
         """
+        self._expect_sharers()
+        self.accept()
+        state, rule = self._held()
         k, v = without_padding(k, valid), without_padding(v, valid)
-        out, mass = self.attend(q, k, v, valid, stock)
-        if self.kv_sharers:
-            self.queries = q, mass
+        first, self.started = not self.started, True
+        if first and stock is not None:
+            out, mass = stock(), None
         else:
-            self.absorb(q, k, v, valid, mass=mass)
+            out, mass = attend_block(state, q, k, v, valid, rule, self.workspace.ahead)
+        self.pending = PendingBlock(q, k, v, valid, mass, first)
+        if not self.kv_sharers and not self.records:
+            self.accept()
         return out
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, stock: Stock | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The attention of `read`, for k and v `without_padding`; the state does not include the block yet.
-
-        Returns: as `attend_block`, the mass for `absorb`.
-        """
-        state, rule = self._held()
-        first, self.started = not self.started, True
-        self._expect_sharers()
-        self.block = SharedBlock(k, v, valid, first) if self.kv_sharers else None
-        if first and stock is not None:
-            return stock(), None
-        return attend_block(state, q, k, v, valid, rule, self.workspace.ahead)
+    def accept(self, drop: int = 0) -> None:
+        """Absorb the pending block, without its last `drop` tokens. Raises: FastKVError if it has fewer."""
+        block = self.pending
+        if block is None:
+            return
+        num = block.k.shape[2]
+        if drop > num:
+            raise FastKVError(f"cannot roll back {drop} tokens, the last forward had {num}; older ones are compressed")
+        self.pending = None
+        if drop < num:
+            kept = slice(0, num - drop)
+            q, k, v = (rows[:, :, kept] for rows in (block.q, block.k, block.v))
+            mass = None if block.mass is None else block.mass[:, :, kept]
+            self.absorb(q, k, v, block.valid[:, kept], mass=mass)
 
     def absorb(
         self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, reread: Reread | None = None, mass: Tensor | None = None
     ) -> None:
-        """Make tokens of a prompt part of the state; shapes as in `attend`, reread and mass as in `absorb_block`."""
+        """Make tokens of a prompt part of the state; shapes as in `read`, reread and mass as in `absorb_block`."""
         state, rule = self._held()
         absorb_block(state, q, k, v, valid, rule, reread, mass)
         self.workspace.clock.restart()
@@ -241,7 +257,7 @@ class LayerCache:
 
         Args: stock: attention over the block alone.
         """
-        state, rule, block = *self._held(), self.block
+        state, rule, block = *self._held(), self.pending
         last = self._looked()
         assert block is not None
         if block.first:
@@ -252,11 +268,8 @@ class LayerCache:
             other, ahead = rule.attending(how), self.workspace.ahead
             out, _ = attend_block(state, whole, block.k, block.v, block.valid, other, ahead)
             out = out[:, :, -num:]
-        if last:
-            self.block = None
-            if self.queries is not None:
-                (queries, mass), self.queries = self.queries, None
-                self.absorb(queries, block.k, block.v, block.valid, mass=mass)
+        if last and not self.records:
+            self.accept()
         return out
 
     # The batch, and the end.
@@ -272,7 +285,7 @@ class LayerCache:
     def reset(self) -> None:
         """Forget the sequences but keep the slots, unless their number depends on the prompt."""
         self.started, self.left = False, 0
-        self.block = self.queries = None
+        self.pending = None
         self.workspace.clock.restart()
         if self.config.budget.follows_prompt or self.config.deferred:
             self.state = self.rule = None
@@ -336,3 +349,98 @@ def _evicts_in_place(state: LayerState, rule: LayerConfig) -> bool:
     """Whether nothing but the backend's own operations, which all follow rows, changes the state in an eviction."""
     asked, backend, device = ("slot_signals", "remember", "evict"), rule.spec.backend, state.seen.device.type
     return state.approx is None and all(follows_rows(name, backend, device) for name in asked)
+
+
+class HeldPrompt:
+    """A layer's cache while its first prompt is read: `read`, perhaps `read_again`, then `commit`.
+
+    Attributes: reread: what a second reading has found so far; None unless it has begun.
+    """
+
+    differentiates = False
+
+    def __init__(self, cache: LayerCache) -> None:
+        self.cache = cache
+        self.held: HeldTokens | None = None
+        self.attends = Attends(scale=1.0)
+        self.reread: Reread | None = None
+        self.fed: tuple[Tensor, Tensor, Tensor] | None = None  # the last tokens of a second reading
+
+    def configure(self, how: Attends) -> None:
+        """As `LayerCache.configure`."""
+        self.attends = how
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, stock: Stock) -> Tensor:
+        """Hold the prompt, or attend to it where it is read again; arguments as in `LayerCache.read`."""
+        if self.reread is not None:
+            return self.read_again(q, k, v, valid)
+        self.held = (q, without_padding(k, valid), without_padding(v, valid), valid)
+        return stock()
+
+    def attend_shared(self, q: Tensor, how: Attends, stock: Stock) -> Tensor:
+        """As `LayerCache.attend_shared`; a second reading watches the queries of this layer only."""
+        if self.reread is None:
+            return stock()
+        assert self.fed is not None
+        k, v, valid = self.fed
+        num = q.shape[2]
+        whole = pad(q, (0, 0, k.shape[2] - num, 0))
+        return self._attend(whole, k, v, valid, how)[0][:, :, -num:]
+
+    def expect_again(self) -> None:
+        """From now on the prompt is read a second time. Padding goes behind its tokens, which are then slots in use."""
+        assert self.held is not None
+        q, k, v, valid = self.held
+        order = (~valid).to(torch.uint8).argsort(dim=-1, stable=True)
+        q, k, v = (rows_at(rows, order[:, None].expand(rows.shape[:3])) for rows in (q, k, v))
+        self.held = (q, k, v, valid.gather(1, order))
+        self.reread = Reread(k.new_zeros(k.shape[:3], dtype=torch.float32), q[:, :, :0], valid[:, :0])
+
+    def read_again(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
+        """Attention of re-fed tokens over the held prompt and, causally, themselves. Nothing is stored."""
+        assert self.held is not None and self.reread is not None
+        q, k, v = (without_padding(rows, valid) for rows in (q, k, v))
+        self.fed = (k, v, valid)
+        how = self.attends
+        out, lse = self._attend(q, k, v, valid, how)
+        everything = lse.masked_fill(~valid[:, None], float("inf"))
+        most = ops.most_attended(q, self.held[1], everything, how.scale, how.softcap, backend=self.cache.config.backend)
+        self.reread.received = self.reread.received.maximum(torch.where(self.held[3][:, None], most, 0))
+        if self.cache.config.samples_queries:
+            self._sample(self.reread, q, valid)
+        return out
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, how: Attends) -> tuple[Tensor, Tensor]:
+        """Attention [B, Hq, T, Dv] of re-fed tokens and the log of its mass [B, Hq, T]; see `ops.prefill_attention`."""
+        assert self.held is not None
+        _, keys, values, real = self.held
+        batch, heads, _, dim = keys.shape
+        seen = real.sum(-1)
+        state = LayerState(
+            Slots(keys, values, seen[:, None].repeat(1, heads).to(torch.int32)),
+            seen,
+            Moments.empty(batch, heads, dim, values.shape[-1], keys.device, order=None),
+            sink_logits=how.sink_logits,
+        )
+        spec = Spec(how.scale, how.softcap, backend=self.cache.config.backend)
+        out, lse, _ = ops.prefill_attention(q, k, v, valid, state, spec)
+        return out, lse
+
+    def _sample(self, reread: Reread, q: Tensor, valid: Tensor) -> None:
+        """Keep some of the queries, evenly spaced in each row: its own, as padding is on the right."""
+        second = self.cache.config.policy.second_reading
+        assert second is not None
+        fed, num = valid.sum(-1, keepdim=True), max(second.chunk // SAMPLED, FEWEST)
+        index = torch.arange(num, device=q.device) * fed // num
+        some = q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
+        reread.queries = torch.cat([reread.queries, some], 2)
+        reread.asked = torch.cat([reread.asked, (fed > 0).expand_as(index)], 1)
+
+    def commit(self, keep: float | None) -> None:
+        """Compress the held prompt, to the share `keep` of its tokens if the budget left that open."""
+        assert self.held is not None
+        q, k, v, valid = self.held
+        self.cache.allocate(q.shape[1], k, v, k.shape[2], keep)
+        self.cache.configure(self.attends)
+        self.cache.absorb(q, k, v, valid, self.reread)
+        self.cache.started = True

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..backend import resolve
+from ..backend import Parallel, resolve
 from ..budget import LayerCost
 from ..config import Config
 from ..corrections import Correction, Shape
 from ..errors import FastKVError
 from ..ops.operator import BackendCodec
-from ..parallel import Parallel
 from ..policies import QueryStatistics
 from ..reference import PLAIN, LayerState, Moments, SlotFormat, Slots, Spec
 from ..rotary import Rotary
@@ -216,11 +215,9 @@ class LayerPlan:
 
         Args: keep: share of the prompt that stays, where the budget says so.  shares: tokens of each KV head of all
             processes, if they were calibrated.
-        Raises: FastKVError if VECTOR meets a policy that fixes what each head keeps, or values are to change or to be
-            encoded that are parts of keys.
+        Raises: FastKVError if VECTOR meets a policy that fixes what each head keeps, or heads of several processes.
         """
         config, policy, correction = self.config, self.config.policy, self.config.correction
-        self._check_latent()
         parallel, reserved, fixed = self.parallel, config.budget.reserved, policy.shares.heads
         own = slice(parallel.rank * heads, (parallel.rank + 1) * heads)
         pairs = None if fixed is None else fixed.head_tokens(self.layer, heads * parallel.size, tokens, reserved)
@@ -236,7 +233,7 @@ class LayerPlan:
                     )
                 if any(usable):  # all heads keep the same tokens
                     own_shares = (sum(own_shares) // heads,) * heads
-            pairs, approx = _split(correction, own_shares, tokens, reserved, keep, usable)
+            pairs, approx = correction.split(own_shares, tokens, reserved, keep, usable)
         elif correction.key_only:
             raise FastKVError(
                 f"correction='vector' and policy {policy.name!r} both fix how many tokens each head keeps; use one of "
@@ -261,41 +258,6 @@ class LayerPlan:
             format=config.slots,
             backend=config.backend,
         )
-
-    def _check_latent(self) -> None:
-        """Raise FastKVError if values are to change or to be encoded that are parts of keys."""
-        config, correction = self.config, self.config.correction
-        if self.latent and not config.slots.plain:
-            raise FastKVError(
-                f"slots={config.slots.name!r} stores keys and values apart, layer {self.layer} keeps latents, which "
-                "are both (MLA); leave slots out"
-            )
-        if self.latent and correction.match is not None:
-            raise FastKVError(
-                f"correction={correction.name!r} changes values, which layer {self.layer} keeps inside its keys "
-                "(latents); use another correction"
-            )
-
-
-def _split(
-    correction: Correction,
-    shares: tuple[int, ...],
-    tokens: int,
-    reserved: int,
-    keep: float | None,
-    usable: Sequence[bool],
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`Correction.split` of heads that keep different numbers of tokens, `tokens` on average."""
-    if len(set(shares)) == 1:
-        return correction.split(shares[0], reserved, keep, usable)
-    pairs: list[int] = []
-    approx: list[int] = []
-    for head, number in enumerate(shares):
-        own = None if keep is None else min(keep * number / tokens, 1.0)
-        exact, keys = correction.split(number, reserved, own, usable[head : head + 1])
-        pairs.append(*exact)
-        approx.append(*(keys or (0,)))
-    return tuple(pairs), tuple(approx) if any(approx) else ()
 
 
 class Attends(NamedTuple):

@@ -19,10 +19,10 @@ from ..backend import resolve
 from ..config import Config
 from ..errors import FastKVError
 from ..reference import LayerState, Recovery, Slots
+from . import CacheWorkspace
 from .layer import evict
 from .layout import Attends, LayerConfig, LayerPlan, Layout
 from .prefill import absorb_block, attend_block
-from .workspace import CacheWorkspace
 
 ALIGNMENT = 16  # bytes, of every tensor: what a GPU loads at once
 PAGE_ALIGNMENT = 128  # bytes, of every page: a line of a GPU's cache

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import cpu, reference
 from ..reference import Centroids, Evicted, LayerState, Moments, Spec, centroids, merge_partials
-from . import compiled
 from . import slots as compiled_slots
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -331,7 +330,7 @@ def joins_in_place(parts: Centroids) -> bool:
     """Whether `join` handles these centroids. The first question compiles it."""
     means = parts.keys.dtype
     fits = means in (torch.float32, torch.bfloat16) and all(tensor.is_contiguous() for tensor in parts.tensors())
-    return fits and compiled.available("joins")
+    return fits and cpu.available("joins")
 
 
 def join(parts: Centroids, keys: Tensor, values: Tensor, inside: Tensor) -> None:
@@ -345,7 +344,7 @@ def join(parts: Centroids, keys: Tensor, values: Tensor, inside: Tensor) -> None
     halves = parts.keys.dtype == torch.bfloat16
     constants = (getattr(centroids, name) for name in CONSTANTS)
     given = Joining(*(one.data_ptr() for one in tensors), *sizes, halves, torch.get_num_threads(), *constants)
-    compiled.call("joins", "join_centroids", given)
+    cpu.call("joins", "join_centroids", given)
 
 
 class Peaks(Structure):
@@ -361,7 +360,7 @@ class Peaks(Structure):
 
 def finds_peaks(q: Tensor) -> bool:
     """Whether `peaks` takes these queries. The first question compiles it."""
-    return q.dtype in DTYPES and compiled.available("peaks")
+    return q.dtype in DTYPES and cpu.available("peaks")
 
 
 def peaks(
@@ -382,5 +381,5 @@ def peaks(
     out = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     pointers = (None if one is None else one.data_ptr() for one in (*rows, *masks, sinks, lse, out))
     sizes = batch, heads, num_heads // heads, number, length, dim, torch.get_num_threads()
-    compiled.call("peaks", "peak_attention", Peaks(*pointers, *sizes, scale, softcap or 0.0))
+    cpu.call("peaks", "peak_attention", Peaks(*pointers, *sizes, scale, softcap or 0.0))
     return out

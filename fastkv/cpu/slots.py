@@ -1,7 +1,7 @@
 """A decode step on a CPU, over slots that are plain or codes, compiled from slots.cpp on first use.
 
 torch decodes 8 and 4 bits before it multiplies, which takes longer than attention; copies heads of unequal length to
-equal ones; converts all of 16 bits to float32; and is called a dozen times. Without a C++ compiler (`compiled`) the
+equal ones; converts all of 16 bits to float32; and is called a dozen times. Without a C++ compiler (`cpu.library`) the
 reference does all that.
 """
 
@@ -14,9 +14,8 @@ from operator import is_
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import cpu, reference
 from ..reference import Centroids, Evicted, LayerState, Moments, RowFormat, Slots, Spec, Stored
-from . import compiled
 
 WIDE, LONGEST = 16, 512  # a row has a multiple of so many numbers, and at most so many
 PLAIN = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -131,7 +130,7 @@ class Leaving(Structure):
 
 def serves(form: RowFormat, dim: int) -> bool:
     """Whether rows of `dim` numbers are handled here. The first question compiles."""
-    return not form.plain and dim % WIDE == 0 and dim <= LONGEST and compiled.available("slots")
+    return not form.plain and dim % WIDE == 0 and dim <= LONGEST and cpu.available("slots")
 
 
 @cache
@@ -159,7 +158,7 @@ def encode_rows(form: RowFormat, rows: Tensor) -> Stored:
     codes, scales = form.empty(rows.shape[:-1], rows.shape[-1], torch.float32, rows.device)
     assert scales is not None
     coded = Coded.of(*(place_of(in_four(part, place)) for part in (codes, scales)))  # views
-    compiled.call("slots", f"encode_{form.name}", rows_of(in_four(rows, place), coded))
+    cpu.call("slots", f"encode_{form.name}", rows_of(in_four(rows, place), coded))
     return codes, scales
 
 
@@ -173,7 +172,7 @@ def decode_rows(form: RowFormat, codes: Tensor, scales: Tensor | None, dtype: to
     made = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     rows = torch.empty(*codes.shape[:-1], form.dim(codes.shape[-1]), dtype=made, device=codes.device)
     parts = in_four(codes, place), in_four(scales, place)  # copies stay until the call is over
-    compiled.call("slots", f"decode_{form.name}", rows_of(in_four(rows, place), Coded.of(*map(place_of, parts))))
+    cpu.call("slots", f"decode_{form.name}", rows_of(in_four(rows, place), Coded.of(*map(place_of, parts))))
     return rows.to(dtype)
 
 
@@ -229,7 +228,7 @@ def attends(slots: Slots, dim: int) -> bool:
         return serves(slots.format.keys, dim)
     alike = values.dtype == keys.dtype and keys.stride(-1) == values.stride(-1) == 1
     fits = alike and keys.dtype in PLAIN and dim % WIDE == 0 and dim <= LONGEST
-    return fits and compiled.available("slots")
+    return fits and cpu.available("slots")
 
 
 def mixes(known: Evicted | None) -> bool:
@@ -297,7 +296,7 @@ def step(
     given.rows, given.slots, given.scale = num_heads // given.heads, slots.filled, spec.scale
     given.threads = torch.get_num_threads()
     name = PLAIN[slots.keys.dtype] if slots.format.plain else slots.format.name
-    compiled.call("slots", f"attend_{name}", given)
+    cpu.call("slots", f"attend_{name}", given)
     return dense(out, q.dtype), lse, mass
 
 
@@ -315,7 +314,7 @@ def leave(slots: Slots, kept: Tensor) -> bool:
     lengths, starts = slots.lengths, slots.starts
     found = [Moving.of(part, starts is not None) for part in slots.moving().values()]
     parts = [part for part in found if part is not None]
-    if len(parts) < len(found) or not owned_as_expected(slots) or not compiled.available("slots"):
+    if len(parts) < len(found) or not owned_as_expected(slots) or not cpu.available("slots"):
         return False
     kept = kept.contiguous()
     rows = (Moving * len(Slots.MOVING))(*parts)
@@ -323,7 +322,7 @@ def leave(slots: Slots, kept: Tensor) -> bool:
     given.length_stride = lengths.stride(0)
     if starts is not None:
         given.starts, given.start_stride = starts.data_ptr(), starts.stride(0)
-    compiled.call("slots", "leave_slots", given)
+    cpu.call("slots", "leave_slots", given)
     return True
 
 

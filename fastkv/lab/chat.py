@@ -17,15 +17,13 @@ import torch
 from rich.console import Console
 from transformers import TextStreamer
 
-from ..api import patch
+from ..api import ends_of, patch
 from ..errors import FastKVError
 from ..integrations.transformers.cache import FastKVCache
-from ..integrations.transformers.layer import FastKVLayer
 from ..integrations.transformers.stock import CACHE
-from ..prefix import ends_of
 from . import common
 
-HELP = """/stats        tokens seen and kept, bytes
+HELP = """/stats        settings, tokens seen and kept, bytes
 /save FILE    write the conversation's cache
 /load FILE    go on with one that was saved with the same settings
 /reset        forget everything
@@ -83,26 +81,6 @@ class Conversation:
         """Go on with a saved conversation. Raises: FastKVError as `FastKVCache.load`."""
         self.cache = FastKVCache.load(path, self.model)
         self.pending, self.ended = self.pending[:, :0], True
-
-    def stats(self) -> str:
-        """Tokens seen and kept, and bytes beside those of a cache of everything."""
-        seen = self.cache.get_seq_length()
-        if not seen:
-            return "nothing was said yet"
-        states = [layer.state for layer in self.cache.compressed]
-        kept = torch.stack([state.stored.float().mean() for state in states if state is not None]).mean()
-        full = seen * sum(map(token_bytes, self.cache.compressed))
-        small = self.cache.nbytes() / 2**20
-        return f"{seen} tokens seen, {kept:.0f} kept per head; {small:.1f} MiB, a full cache {full / 2**20:.1f} MiB"
-
-
-def token_bytes(layer: FastKVLayer) -> int:
-    """Bytes that a token takes in a layer of the stock cache."""
-    state = layer.state
-    assert state is not None
-    numbers = state.exact.format.keys.dim(state.exact.keys.shape[-1])
-    numbers += 0 if state.exact.values is None else state.exact.value_dim
-    return state.heads * numbers * state.exact.dtype.itemsize
 
 
 @contextmanager
@@ -166,7 +144,7 @@ def commanded(conversation: Conversation, words: str) -> str:
     name, _, file = map(str.strip, words.partition(" "))
     match name:
         case "/stats":
-            return conversation.stats()
+            return str(conversation.cache)
         case "/reset":
             conversation.reset()
             return "forgotten"

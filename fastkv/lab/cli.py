@@ -18,8 +18,6 @@ from ..errors import FastKVError, check_installed
 SHORTEST = 96  # tokens of a text, at least
 ASK: Any = ("QUESTION", "ANSWER")
 SLOTS = ("auto", "model", "int8", "fp8", "int4", "k8v4")
-DTYPES = ("float32", "bfloat16", "float16")
-SHAPES = "llama-small (the default on a CPU), llama-3.1-8b (on a GPU), llama-3.2-3b, qwen3-4b, gemma-3-12b"
 COMPARED = ("fastkv", "momentkv", "keydiff", "snapkv", "kvzip", "streaming")
 NEEDLES = tuple(f"niah_{kind}" for kind in "single_1 single_2 single_3 multikey_1 multikey_2 multikey_3".split())
 NEEDLES += ("niah_multivalue", "niah_multiquery")
@@ -109,7 +107,7 @@ CACHES = (
     EQUAL,
     option("--sinks", 4, "first tokens that stay"),
     option("--recent", 32, "last tokens that stay"),
-    option("--layers", "uniform", "uniform, pyramid, or a weight for each layer, as 2,1,1,1", "SHARES"),
+    option("--layers", "uniform", "how layers share", choices=("uniform", "pyramid")),
     option("--heads", "calibrated", "as in fastkv.Budget: calibrated, uniform, adaptive or a file", "HOW"),
     option("--prefill-block", int, "tokens of a block (default: prompts are read whole)"),
     option("--evict-every", 16, "decode steps between evictions"),
@@ -229,8 +227,8 @@ command(
     option("--samples", 12, "texts of each length", least=1),
     option("--lengths", (256, 512, 1024), "tokens of the texts", least=SHORTEST),
     option("--seed", 0, "seed of the first text"),
-    option("--penalty", 2.0, "weight of too high predictions, relative to too low ones", "W"),
-    module=".fit_context",
+    option("--penalty", 2.0, "weight of too high predictions, relative to too low ones", "W", least=0.01),
+    module=".fits:run_context",
 )
 command(
     "inspect",
@@ -301,21 +299,19 @@ command(
 )
 command(
     "bench",
-    "measure time to the first token, time per token and memory of the full cache and of every policy and budget, "
-    "with a checkpoint or random weights; writes bench.json",
-    "--shape llama-3.1-8b --contexts 4096,16384 --budgets 512,1024 --batch 1,8",
-    option("--model", str, f"{MODEL_IS} (default: random weights)", "PATH"),
-    option("--shape", str, f"random weights in a shape: {SHAPES}, of which as many layers as fit", "NAME"),
-    option("--contexts --context", (int,), "of prompts (default: 2048,8192; 4096,16384 on a GPU)", least=2),
-    option("--budgets --budget", (int,), "tokens per KV head (default: 512; 1024 on a GPU)"),
+    "measure time to the first token, time per token and memory of the full cache and of every policy and budget; "
+    "writes bench.json",
+    "--model PATH --contexts 4096,16384 --budgets 512,1024 --batch 1,8",
+    MODEL,
+    option("--contexts --context", (1024, 4096), "tokens of the prompts", least=2),
+    option("--budgets --budget", ("512",), "tokens per KV head, or 16x, keep=X, bytes=N"),
     option("--batch", (1,), "sequences", least=1),
     option("--policies --policy", ("fastkv", "momentkv", "keydiff"), "policies to compare", "NAME"),
     option("--prefill-block", "auto", "tokens of a block in which compressed caches read, or whole", kind=block),
-    option("--dtype", str, "of the weights (default: the checkpoint's; float32 on a CPU)", choices=DTYPES),
     option("--graphs", False, "decode steps as CUDA graphs, of the full cache, too"),
     SLOTS_ARE,
     option("--rounds", 3, "how often every cache is measured", least=1),
-    option("--minutes", 0.9, "stop after about so many minutes", "M", least=0.01),
+    option("--minutes", 2.0, "stop after about so many minutes", "M", least=0.01),
     out("fastkv-bench"),
     module=".bench",
 )
@@ -339,8 +335,8 @@ command(
 )
 command(
     "doctor",
-    "print versions, devices, backends and attention implementations, and why one is not available; with --model "
-    "also which layers of it would be compressed, and the memory of a sequence",
+    "print versions, devices and backends, and why one is not available; with --model which layers of it would be "
+    "compressed, and the memory of a sequence",
     "--model PATH --context 32768 --budget 1024",
     option("--model", str, "smollm2, a directory or a .gguf file; only the config is read", "PATH"),
     option("--context", 32768, "tokens of a sequence", least=1),

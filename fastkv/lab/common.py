@@ -25,13 +25,13 @@ from transformers import DynamicCache
 from .. import __version__, policies
 from ..api import patched
 from ..budget import TIMES, UNITS, Budget
-from ..calibration.files import replace_file
+from ..calibration import replace_file
 from ..config import EVICT_EVERY
 from ..errors import FastKVError
 from ..integrations.transformers import stock
 from . import pretrained
 from .cli import SHORTEST as SHORTEST
-from .equal_bytes import assert_equal_bytes, equal_bytes
+from .reading import equal_bytes, full_layers
 
 FULL = "full"  # the stock cache, under the name of a policy
 SHARES: dict[str, Any] = {"sinks": 4, "recent": 16}  # tokens that are never evicted where no option says how many
@@ -79,13 +79,21 @@ def check_stock(what: str, model: Any) -> None:
 
 @torch.no_grad()
 def read_stock(model: Any, ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Index, keys and values [B, Hkv, T, D] of the full-attention layers of a stock model after tokens [B, T]."""
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    """Index, keys and values [B, Hkv, T, D] of the full-attention layers of a stock model after tokens [B, T].
+
+    Raises: FastKVError if there are none, or if a number is not finite.
+    """
+    layers = full_layers(model.config)
+    cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
     model.base_model(input_ids=ids.to(model.device), **{stock.CACHE: cache}, use_cache=True)  # no lm_head, no logits
-    layers: list[Any] = cache.layers
-    for index, layer in enumerate(layers):
-        if stock.is_compressed(layer):
-            yield index, layer.keys, layer.values
+    for index in layers:
+        pairs = cache.layers[index].keys, cache.layers[index].values
+        if not all(one.isfinite().all() for one in pairs):
+            raise FastKVError(
+                f"keys and values must be finite, got NaN or infinity in layer {index}; load the model in bfloat16 or "
+                "float32"
+            )
+        yield index, *pairs
 
 
 # Texts.
@@ -99,14 +107,12 @@ def start_of(tokenizer: Any) -> list[int]:
 # Caches.
 
 
-def to_budget(value: int | str | Budget, **shares: Any) -> Budget:
+def to_budget(value: int | str, **shares: Any) -> Budget:
     """A `Budget` from what fits into a command line: 512, "512", "16x", "keep=0.25", "bytes=2000000" or
     "quality=0.95".
 
-    Args: shares: sinks, recent, layers and heads, as in `Budget`; a ready Budget has its own.
+    Args: shares: sinks, recent, layers and heads, as in `Budget`.
     """
-    if isinstance(value, Budget):
-        return value
     text = str(value)
     unit, _, number = (f"compress={text[:-1]}" if TIMES.fullmatch(text) else text).rpartition("=")
     unit = unit or "tokens"
@@ -142,16 +148,17 @@ TOLD = ("prefill_block", "evict_every", "correction", "slots")  # options that a
 SHARED = ("equal", "sinks", "recent", "layers", "heads", *TOLD)  # what must not differ in a table
 
 
-def caches_of(options: argparse.Namespace, model: Any = None) -> list[Cache]:
+def caches_of(options: argparse.Namespace, model: Any = None, **more: Any) -> list[Cache]:
     """The stock cache, then every policy at every budget, `fastkv.Budget`'s or in the shares of the options.
 
     Args: model: by whose tokens budgets are turned into bytes, unless the options share tokens; None: not yet.
+        more: for `fastkv.patch`.
     Raises: FastKVError for a policy or a budget that nobody knows.
     """
     chosen, shares = vars(options), SHARES
     if "sinks" in chosen:
-        shares = {name: chosen[name] for name in ("sinks", "recent", "heads")} | {"layers": weights_of(options.layers)}
-    told = {name: chosen[name] for name in TOLD if name in chosen}
+        shares = {name: chosen[name] for name in ("sinks", "recent", "layers", "heads")}
+    told = {name: chosen[name] for name in TOLD if name in chosen} | more
     found = [Cache(FULL, "", {"policy": FULL})]
     for policy, text in product(options.policies, options.budgets):
         budget = to_budget(text, **shares)
@@ -163,22 +170,10 @@ def caches_of(options: argparse.Namespace, model: Any = None) -> list[Cache]:
     return found
 
 
-def weights_of(layers: str) -> str | list[float]:
-    """Shares of layers, as `fastkv.Budget` takes them."""
-    try:
-        return layers if layers in ("uniform", "pyramid") else [float(weight) for weight in layers.split(",")]
-    except ValueError:
-        raise FastKVError(
-            f"layers must be uniform, pyramid, or a weight for each layer, got {layers!r}; for example 2,1,1,1"
-        ) from None
-
-
 @torch.no_grad()
-def check_first(name: str, model: Any, budget: Budget | None) -> None:
-    """Read one token: raise FastKVError if the cache is refused, or has other bytes than a budget in bytes says."""
-    cache = model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True)[stock.CACHE]
-    if budget is not None and budget.bytes is not None:
-        assert_equal_bytes({name: cache}, budget.bytes)
+def check_first(model: Any) -> None:
+    """Read one token: raise FastKVError if the model refuses the cache that it has."""
+    model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True)
 
 
 def each(
@@ -190,7 +185,7 @@ def each(
     """
     for cache in caches:
         with cache.of(model):
-            check_first(cache.name, model, cache.arguments.get("budget"))
+            check_first(model)
     with progress(console) as shown:
         bar = shown.add_task("", total=steps * len(caches))
         for done, cache in enumerate(caches, 1):
@@ -231,9 +226,11 @@ class Results:
         """Of a cache."""
         return self.folder / f"{cache.name}{suffix}"
 
-    def keep(self, cache: Cache, record: dict[str, Any]) -> None:
-        """Write the file."""
-        write_json(self.file(cache), {"settings": self.settings, **record})
+    def keep(self, cache: Cache, found: dict[str, Any]) -> dict[str, Any]:
+        """Write the file: its settings, the policy and budget of the cache, and what was found. Returns: all of it."""
+        record = {"settings": self.settings, "policy": cache.policy, "budget": cache.budget, **found}
+        write_json(self.file(cache), record)
+        return record
 
 
 def make_folder(path: Path) -> None:
@@ -279,13 +276,35 @@ def table(left: Sequence[str], right: Sequence[str], **options: Any) -> Table:
     return made
 
 
-Columns: TypeAlias = Mapping[str, tuple[str, str, str]]  # of a number: title, format and meaning
+Columns: TypeAlias = Mapping[str, tuple[str, str | Callable[[Any], str], str]]  # title, format and meaning
 
 
-def cells(numbers: Mapping[str, float | None], columns: Columns) -> list[str]:
+def kibibytes(number: float) -> str:
+    """Of bytes, whole ones."""
+    return f"{number / 2**10:.0f}"
+
+
+def mebibytes(number: float) -> str:
+    """Of bytes."""
+    return f"{number / 2**20:.1f}"
+
+
+def cells(numbers: Mapping[str, Any], columns: Columns) -> list[str]:
     """The named numbers in the format of their columns, - for None."""
-    known = ((numbers[name], form) for name, (_, form, _) in columns.items())
-    return ["-" if number is None else form.format(number) for number, form in known]
+    known = ((numbers[name], form.format if isinstance(form, str) else form) for name, (_, form, _) in columns.items())
+    return ["-" if number is None else shown(number) for number, shown in known]
+
+
+def table_of(
+    rows: Sequence[Mapping[str, Any]], words: Sequence[str], columns: Columns, section: Sequence[str] = (), **more: Any
+) -> Table:
+    """A line for each row: what it has under `words`, then its numbers; a rule before a row with another `section`."""
+    made = table(words, [title for title, _, _ in columns.values()], **more)
+    for before, row in zip([rows[0], *rows], rows):
+        if any(before[name] != row[name] for name in section):
+            made.add_section()
+        made.add_row(*(str(row[name]) for name in words), *cells(row, columns))
+    return made
 
 
 def legend(columns: Columns) -> str:

@@ -30,9 +30,9 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from .. import FastKVError, patch, patched
+from ..api import answers
 from ..config import POLICY
 from ..integrations.transformers.stock import CACHE
-from ..prefix import answers
 from . import common, facts
 from .reading import Reading, cache_bytes, read
 
@@ -174,7 +174,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     common.check_length("document and question", longest, model, options.model)
     for budget in budgets:  # what cannot be used is refused before anything slow
         with patched(model, POLICY, common.to_budget(budget)):
-            common.check_first(budget, model, None)
+            common.check_first(model)
     common.make_folder(options.picture.parent)
     chosen = (
         f"They are of {TRIED} that were tried with SmolLM2 before any smaller cache was asked: its full cache answers "

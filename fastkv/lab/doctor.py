@@ -16,26 +16,19 @@ from torch.nn import Module
 from .. import __version__
 from ..backend import MODULES, flash_attention, why_not
 from ..budget import Budget
-from ..cache.workspace import CacheWorkspace
-from ..calibration.files import kv_shapes
-from ..calibration.head_shares import HEADS_FILE
+from ..cache import CacheWorkspace
+from ..calibration import HEADS_FILE, kv_shapes
 from ..config import Config
-from ..cpu import compiled
-from ..errors import FastKVError, not_installed
+from ..cpu import library
+from ..errors import FastKVError
 from ..integrations.transformers import TESTED, check, modules, stock
 from ..integrations.transformers.cache import build_layers
 from ..integrations.transformers.layer import FastKVLayer
 from .pretrained import first_line, place
 
 Lines = dict[str, str]
-# Packages of flash-attn by version: their distribution, how to get it, and the oldest generation of NVIDIA's GPUs.
-FLASH = {
-    2: ("flash-attn", " (pip install 'fastkv-attn[flash]')", 8),
-    3: ("flash-attn-3", "", 8),
-    4: ("flash-attn-4", "", 9),
-}
-HUB = "kernels"  # the distribution that loads kernels of the hub
-MISSING = "not installed"
+# Beside fastkv and torch; the last four hold attention on GPUs, and kernels of the hub.
+PACKAGES = ("triton", "transformers", "numpy", "flash-attn", "flash-attn-3", "flash-attn-4", "kernels")
 UNTESTED = "not tested: compared with the stock model when it is patched"
 
 
@@ -51,13 +44,12 @@ def machine() -> dict[str, Lines]:
     """What there is here."""
     versions = {"python": platform.python_version(), "fastkv": __version__}
     versions |= {"torch": torch.__version__}  # with its build
-    versions |= {name: version(name) for name in ("triton", "transformers", "numpy", "flash-attn")}
+    versions |= {name: version(name) for name in PACKAGES}
     devices = {"cpu": f"{platform.machine()}, {torch.get_num_threads()} threads"}
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         gpu = torch.cuda.get_device_properties(index)
         devices[f"cuda:{index}"] = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
-    found = {"versions": versions, "devices": devices, "backends": backends()}
-    return {**found, "attention implementations": attention_implementations(), "commands": commands()}
+    return {"versions": versions, "devices": devices, "backends": backends()}
 
 
 def version(package: str) -> str:
@@ -65,13 +57,13 @@ def version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return MISSING
+        return "not installed"
 
 
 def backends() -> Lines:
     """What can compute fastkv's operations here, and why the rest cannot."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = compiled.library("slots")
+    found = library("slots")
     how = f"torch alone, as nothing was compiled: {found}" if isinstance(found, str) else "compiled C++"
     cpu = f"prompts: torch's fused attention; decode steps: {how}"
     theirs = flash_attention(device)
@@ -79,37 +71,6 @@ def backends() -> Lines:
     about = {"reference": "plain torch, any device", "cpu": cpu, "triton": f"the kernels{blocks}"}
     problems = {name: why_not(name, torch.device("cpu") if name == "cpu" else device) for name in MODULES}
     return {name: f"not available: {why}" if why else f"available ({about[name]})" for name, why in problems.items()}
-
-
-def attention_implementations() -> Lines:
-    """What a model may be loaded with before `fastkv.patch`, and why the rest may not."""
-    sdpa = "available (not for models with soft-capped logits or sinks, which it ignores)"
-    found = {"eager": "available", "sdpa": sdpa}
-    found |= {f"flash_attention_{number}": on_gpu(*FLASH[number], HUB) for number in FLASH}
-    return found | {"kernels of the hub": on_gpu(HUB, "", 0, HUB)}
-
-
-def on_gpu(package: str, how: str, oldest: int, instead: str) -> str:
-    """Whether an installed package can be used on the GPU, or kernels of the hub instead, as transformers does.
-
-    Args: how: to install it.  oldest: generation of the GPU that it needs.
-    """
-    from_where = next((name for name in (package, instead) if version(name) != MISSING), None)
-    problem = f"{package} is {MISSING}{how}" if from_where is None else ""
-    if not problem and not torch.cuda.is_available():
-        problem = "torch sees no CUDA device"
-    if not problem and torch.cuda.get_device_capability()[0] < oldest:
-        has = "{}.{}".format(*torch.cuda.get_device_capability())
-        problem = f"it needs a GPU of compute capability {oldest}.0, this one has {has}"
-    return f"not available: {problem}" if problem else f"available ({from_where} {version(str(from_where))})"
-
-
-def commands() -> Lines:
-    """Which commands can be run."""
-    rest = {name: not_installed(name) for name in ("eval", "cli")}
-    rest["eval"] = rest["eval"] or rest["cli"]
-    known = {name: f"not available: {problem}" if problem else "available" for name, problem in rest.items()}
-    return {"doctor": "available", "eval": known["eval"], "all others": known["cli"]}
 
 
 def checkpoint(options: argparse.Namespace) -> dict[str, Lines]:

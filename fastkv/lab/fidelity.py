@@ -24,21 +24,17 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from ..api import answers, ends_of
 from ..cache.layout import Attends
 from ..errors import FastKVError
 from ..integrations.transformers.cache import FastKVCache, FastKVLayer
 from ..integrations.transformers.stock import CACHE
-from ..prefix import answers, ends_of
 from ..reference import LayerState, joined, with_sink
 from . import common, facts, reading
-from .equal_bytes import stored_bytes
-from .reading import cache_bytes, kept_tokens, record_attention
-
-TOKENS = ("agreement", "kl", "excess")  # what is known of every fed token
+from .reading import cache_bytes, kept_tokens, record_attention, stored_bytes
 
 
 @dataclass(frozen=True)
@@ -48,13 +44,11 @@ class Full:
     Attributes:
         attention: by index of the layer [B, T, Hq * Dv], what it hands to its output projection.
         log_probs: [B, T, V] float64, of the token after each fed one.
-        nll: [B, T - 1] float64, of the fed tokens after the first.
         nbytes: bytes of the cache per sequence.
     """
 
     attention: dict[int, Tensor]
     log_probs: Tensor
-    nll: Tensor
     nbytes: int
 
 
@@ -137,7 +131,7 @@ def read_full(model: PreTrainedModel, tokens: Tensor, steps: int, question: int 
     common.check_stock("read_full", model)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     attention, log_probs = fed(model, cache, tokens, steps, question, lambda: None)
-    return Full(attention, log_probs, negative_log_likelihood(log_probs, tokens), cache_bytes(cache) // len(tokens))
+    return Full(attention, log_probs, cache_bytes(cache) // len(tokens))
 
 
 @torch.no_grad()
@@ -167,7 +161,7 @@ def measure(model: PreTrainedModel, tokens: Tensor, steps: int, full: Full, ques
     outputs = (run.double().unflatten(-1, (num_heads, -1)) for run in runs)
     agreement = log_probs.argmax(-1) == full.log_probs.argmax(-1)
     kl = (full.log_probs.exp() * (full.log_probs - log_probs)).sum(-1)
-    excess = negative_log_likelihood(log_probs, tokens) - full.nll
+    excess = negative_log_likelihood(log_probs, tokens) - negative_log_likelihood(full.log_probs, tokens)
     return Fidelity(layers, heads, distance(*outputs), agreement, kl, excess, cache)
 
 
@@ -296,73 +290,34 @@ def distance(o: Tensor, full: Tensor) -> Tensor:
     return (o - full).norm(dim=-1) / full.norm(dim=-1)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One cache. Means over texts, fed tokens, layers and heads; None where nothing was evicted or nothing estimated.
+def summarise(policy: str, budget: int, measured: Sequence[Fidelity], full: Full) -> dict[str, Any]:
+    """One row, see `COLUMNS`; measured: the same cache on several texts, which count alike.
 
-    Attributes:
-        budget: tokens per KV head that a cache without moments keeps in the same bytes.  kept: what this one keeps.
-        nbytes: of the compressed layers, per sequence.  full_nbytes: of the full cache.
-        error, own_error, cosine, retained_cosine, mass, estimated_mass, gap: see `Heads` and `Fidelity`.
-        standard_error: of `error`, over texts; None for one text.
-        agreement: share of equal next tokens.  kl: nats.  perplexity_ratio: to the full cache.
-        layers: indices in the model.  by_head: name to [layers][Hq].  by_text: name to [texts].
+    Means are over texts, fed tokens, layers and heads; None where nothing was evicted or nothing estimated.
     """
-
-    policy: str
-    budget: int
-    kept: float
-    nbytes: int
-    full_nbytes: int
-    error: float
-    standard_error: float | None
-    own_error: float
-    cosine: float | None
-    retained_cosine: float | None
-    mass: float
-    estimated_mass: float | None
-    gap: float | None
-    agreement: float
-    kl: float
-    perplexity_ratio: float
-    layers: list[int]
-    by_head: dict[str, list[list[float | None]]]
-    by_text: dict[str, list[float]]
-
-
-def summarise(policy: str, budget: int, measured: Sequence[Fidelity], full: Full) -> Row:
-    """One row; measured: the same cache on several texts, which count alike."""
+    cache = measured[-1].cache
     names = ("own_error", "cosine", "retained_cosine", "mass", "estimated_mass", "gap")
-    cache, kept = measured[-1].cache, kept_tokens(measured[-1].cache)
-    assert kept is not None
-    numbers = {one: torch.cat([getattr(text.heads, one).nanmean(2) for text in measured], 1) for one in names}
-    numbers["error"] = torch.cat([text.error.mean(2) for text in measured], 1)  # as the others [layers, texts, Hq]
-    texts = {one: torch.cat([getattr(text, one).double().mean(-1) for text in measured]) for one in TOKENS}
-    texts |= {one: numbers[one].mean((0, 2)) for one in ("error", "own_error")}
-    errors = texts["error"]
-    return Row(
-        policy,
-        budget,
-        kept=kept,
-        nbytes=stored_bytes(cache),
-        full_nbytes=full.nbytes,
-        **{one: known(number.nanmean()) for one, number in numbers.items()},  # type: ignore[arg-type]
-        standard_error=(errors.std() / math.sqrt(len(errors))).item() if len(errors) > 1 else None,
-        agreement=texts["agreement"].mean().item(),
-        kl=texts["kl"].mean().item(),
-        perplexity_ratio=texts.pop("excess").mean().exp().item(),
-        layers=measured[0].layers,
-        by_head={one: [[*map(known, layer)] for layer in number.nanmean(1)] for one, number in numbers.items()},
-        by_text={one: number.tolist() for one, number in texts.items()},
-    )
+    heads = {one: torch.cat([getattr(text.heads, one).nanmean(2) for text in measured], 1).nanmean() for one in names}
+    error = torch.cat([text.error.mean((0, 2, 3)) for text in measured])  # of each text
+    tokens = {
+        one: torch.cat([getattr(text, one).double().mean(-1) for text in measured]).mean().item()
+        for one in ("agreement", "kl", "excess")
+    }
+    return {
+        "policy": policy,
+        "budget": budget,
+        "kept": kept_tokens(cache),
+        "nbytes": stored_bytes(cache),
+        "full_nbytes": full.nbytes,
+        "error": error.mean().item(),
+        "standard_error": (error.std() / math.sqrt(len(error))).item() if len(error) > 1 else None,
+        **{one: None if number.isnan() else number.item() for one, number in heads.items()},
+        "perplexity_ratio": math.exp(tokens.pop("excess")),
+        **tokens,
+    }
 
 
-def known(number: Tensor) -> float | None:
-    """A number, or None for NaN, which JSON does not have."""
-    return None if number.isnan() else number.item()
-
-
-def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
+def run(options: argparse.Namespace, console: Console | None = None) -> list[dict[str, Any]]:
     """Measure every cache, print the table, and write fidelity.json into `options.out`."""
     console = console or common.console_of(112)
     if options.steps >= options.context:
@@ -378,10 +333,10 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
         else:
             measured = [measure(model, *text[:2], whole, text.question) for text, whole in zip(texts, full)]
             rows.append(summarise(cache.policy, cache.budget, measured, full[0]))
-    rows.sort(key=lambda row: options.budgets.index(row.budget))
-    console.print(table_of(rows))
+    rows.sort(key=lambda row: options.budgets.index(row["budget"]))
+    console.print(common.table_of(rows, ("policy",), COLUMNS, ("budget",), padding=(0, 1, 0, 0)))
     console.print(f"""
-Means over {len(rows[0].by_text["error"])} text(s), the last {options.steps} tokens of each fed one at a time.
+Means over {options.seeds} text(s), the last {options.steps} tokens of each fed one at a time.
 The full cache takes {full[0].nbytes / 2**10:.0f} KiB for {options.context} tokens.
 {common.legend(COLUMNS)}
 """)
@@ -426,19 +381,11 @@ def asked(model: Any, tokenizer: Any, options: argparse.Namespace, seed: int) ->
 COLUMNS: common.Columns = {
     "budget": ("budget", "{}", "tokens per KV head that a cache without moments keeps; all policies get its bytes"),
     "kept": ("kept", "{:.0f}", "tokens per KV head that this cache keeps"),
-    "kibibytes": ("KiB", "{:.0f}", "bytes of this cache"),
+    "nbytes": ("KiB", common.kibibytes, "bytes of the compressed layers of this cache, per sequence"),
     "error": ("error", "{:.3f}", "mean |o - full| / |full| of attention outputs, against the run of the full cache"),
     "standard_error": ("±", "{:.3f}", "standard error of that, over the texts"),
-    "own_error": (
-        "own",
-        "{:.3f}",
-        "error with full from all pairs the layer itself was given: what eviction costs there",
-    ),
-    "cosine": (
-        "cosine",
-        "{:.3f}",
-        "of the evicted tokens' output with its estimate from the moments; - without moments",
-    ),
+    "own_error": ("own", "{:.3f}", "the same against attention over all pairs that this layer was given"),
+    "cosine": ("cosine", "{:.3f}", "of the evicted tokens' output with its estimate; - without moments"),
     "mass": ("mass", "{:.3f}", "share of the attention that the evicted tokens should get"),
     "estimated_mass": ("est.", "{:.3f}", "estimate of that share"),
     "gap": ("gap", "{:.2f}", "log mass of the evicted tokens minus log of its estimate (Jensen)"),
@@ -446,14 +393,3 @@ COLUMNS: common.Columns = {
     "kl": ("KL", "{:.2g}", "divergence of the next-token distribution, nats"),
     "perplexity_ratio": ("ppl", "{:.3f}", "perplexity of the fed tokens, relative to the full cache"),
 }
-
-
-def table_of(rows: Sequence[Row]) -> Table:
-    """A row for each cache, a section for each budget."""
-    table = common.table(("policy",), [title for title, _, _ in COLUMNS.values()], padding=(0, 1, 0, 0))
-    for before, row in zip([rows[0], *rows], rows):
-        if row.budget != before.budget:
-            table.add_section()
-        numbers = common.cells({**vars(row), "kibibytes": row.nbytes / 2**10}, COLUMNS)
-        table.add_row(row.policy, *numbers)
-    return table

@@ -1,4 +1,4 @@
-"""`fastkv calibrate heads`, `vector` and `queries`: what is fitted in one pass over text, of which only sums are kept.
+"""`fastkv calibrate`: `heads`, `vector` and `queries` in one pass over text, of which only sums are kept; `context`.
 
 Vector: the maps from keys to values of VECTOR, by ordinary least squares: W = argmin sum_i |k~_i W - v_i|^2 =
 (K^T K)^+ K^T V, with k~ the keys before the rotary embedding (VECTOR, arXiv:2605.23258, Section 3.1). The paper fits
@@ -13,32 +13,50 @@ which can only give more: a head that exceeds the threshold here does so there.
 
 Queries: mean query of every head before the rotary embedding, and by how much the length of each pair of numbers that
 turn together exceeds, on average, the length of the pair's mean (TriAttention, arXiv:2604.04921, Sec. 4).
+
+Context: what compression does to answers is measured as triples of share kept, NLL of the context and quality left, to
+which a curve is fitted (Compactor, arXiv:2507.08143, Sec. 3.5).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from itertools import cycle, islice
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .. import policies
 from ..api import patched
 from ..budget import Budget
-from ..calibration.files import describe, fingerprint, kv_shapes
-from ..calibration.fits import QueryCalibration, VectorMap, required_r2
+from ..calibration import describe, fingerprint, kv_shapes
+from ..calibration.fits import (
+    QualityCurve,
+    QueryCalibration,
+    VectorMap,
+    context_nll,
+    required_r2,
+    retained,
+    save_curves,
+)
 from ..errors import FastKVError
-from ..integrations.transformers import rotations, stock
+from ..integrations.transformers import rotations
 from ..integrations.transformers.calibrate import LENGTH, LONGEST, ROWS, TEXTS, calibrate_heads, sees_everything
+from ..integrations.transformers.stock import CACHE
 from ..policies import Policy, QueryStatistics, Signals
 from ..rotary import Rotary
-from . import common, facts
+from . import common, facts, reading
+from .reading import full_layers
+from .ruler import WORDS, prose
 
 T = TypeVar("T", bound=Any)  # what is fitted
 # Directions of the keys whose energy is below this share of the strongest carry only the rounding of the activations.
@@ -59,11 +77,8 @@ def sequences(source: str, tokenizer: PreTrainedTokenizerBase, length: int, toke
 
     Args: source: as in `facts.documents`.
     """
-    if length < 2 or tokens < length:
-        raise FastKVError(
-            f"calibration needs sequences of at least 2 tokens and at least one of them, got length {length} and "
-            f"{tokens} tokens; choose a larger number"
-        )
+    if tokens < length:
+        raise FastKVError(f"expected at least one sequence of {length} tokens, got {tokens} in all; ask for more")
     start = common.start_of(tokenizer)
     step = length - len(start)
     waiting: list[int] = []
@@ -77,16 +92,6 @@ def sequences(source: str, tokenizer: PreTrainedTokenizerBase, length: int, toke
             return
     if not made:
         facts.check_tokens(source, len(waiting), length)
-
-
-def checked(batches: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The batches. Raises FastKVError for what are no token ids [B, T]."""
-    for ids in batches:
-        if ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
-            raise FastKVError(
-                f"fit needs batches of token ids [B, T], got {list(ids.shape)} {ids.dtype}; tokenise first"
-            )
-        yield ids
 
 
 def written(options: argparse.Namespace, console: Console, fit: Callable[..., T]) -> T:
@@ -197,12 +202,15 @@ def fit_vector(
 
     Returns: the maps, on the CPU.
     """
+    common.check_stock("fit", model)
+    if not 0 < held_out < 1:
+        raise FastKVError(f"held_out must be between 0 and 1, got {held_out}; 0.1 holds out every tenth sequence")
     threshold = required_r2(boundary)
-    turning = rotations(model, _full_layers(model, held_out), halves=True)
+    turning = rotations(model, full_layers(model.config), halves=True)
     fitted: dict[int, PairSums] = {}
     measured: dict[int, PairSums] = {}
     tokens = rows = held = 0
-    for ids in checked(batches):
+    for ids in batches:
         apart = []
         for row in range(rows, rows + len(ids)):
             apart.append(held < held_out * (row + 1))
@@ -220,10 +228,6 @@ def fit_vector(
         )
     weights, r2, text = {}, {}, model.config.get_text_config(decoder=True)
     for layer, sums in fitted.items():
-        if not all(torch.isfinite(part[layer].vv + part[layer].kk.sum((1, 2))).all() for part in (fitted, measured)):
-            raise FastKVError(
-                f"fit needs finite keys and values, layer {layer} has others; load the model in bfloat16 or float32"
-            )
         weight = sums.solve().float().cpu()
         r2[layer] = measured[layer].r2(weight).cpu()
         weights[layer] = each_head(weight, kv_shapes(text)[layer][0]) if joint else weight
@@ -238,21 +242,6 @@ def side_by_side(rows: Tensor) -> Tensor:
 def each_head(weight: Tensor, heads: int) -> Tensor:
     """A joint map [1, K, H * Dv] by the heads whose values it makes, [H, K, Dv]."""
     return weight[0].unflatten(-1, (heads, -1)).transpose(0, 1).contiguous()
-
-
-def _full_layers(model: PreTrainedModel, held_out: float) -> list[int]:
-    """Indices of the layers to fit. Raises FastKVError unless the model is stock and ready, and the share sensible."""
-    common.check_stock("fit", model)
-    if not 0 < held_out < 1:
-        raise FastKVError(f"held_out must be between 0 and 1, got {held_out}; 0.1 holds out every tenth sequence")
-    layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    full = [index for index, layer in enumerate(layers) if stock.is_compressed(layer)]
-    if not full:
-        raise FastKVError(
-            f"fit needs full-attention layers, got {type(model).__name__} with none in {len(layers)}; its cache is "
-            "bounded already"
-        )
-    return full
 
 
 def pre_rope_pairs(
@@ -285,9 +274,8 @@ def run_vector(options: argparse.Namespace) -> None:
 def table_of(fitted: VectorMap) -> Table:
     """Held-out R^2, one row a layer and one column a KV head; heads that fall back to plain eviction say so."""
     heads = range(max(len(r2) for r2 in fitted.r2.values()))
-    table = Table(title="held-out R² of values predicted from keys")
-    for name in ("layer", *(["all heads"] if fitted.joint else (f"head {head}" for head in heads)), "mean"):
-        table.add_column(name, justify="right")
+    names = ["all heads"] if fitted.joint else [f"head {head}" for head in heads]
+    table = common.table((), ("layer", *names, "mean"), title="held-out R² of values predicted from keys")
     for layer, r2 in fitted.r2.items():
         cells = [f"{x:.3f}{'' if use else ' plain'}" for x, use in zip(r2.tolist(), fitted.usable(layer))]
         table.add_row(str(layer), *cells, f"{r2.mean():.3f}")
@@ -361,7 +349,7 @@ def fit_queries(model: PreTrainedModel, batches: Iterable[Tensor]) -> QueryCalib
     common.check_stock("fit", model)
     sums: dict[int, QuerySums] = {}
     tokens = 0
-    for ids in checked(batches):
+    for ids in batches:
         with patched(model, Recorder(sums), Budget(tokens=ids.shape[1], sinks=0, recent=0)):
             model.base_model(input_ids=ids.to(model.device), use_cache=True)
         tokens += ids.numel()
@@ -381,3 +369,195 @@ def run_queries(options: argparse.Namespace) -> None:
     console = Console(highlight=False)
     use = f'fastkv.patch(model, fastkv.policies.get("triattention", calibration="{options.out}"))'
     say_use(options, console, written(options, console, fit_queries).tokens, use)
+
+
+# Quality: how much of a context a wanted quality of answers needs, for one model and some policies.
+
+STEEPEST, FINEST = 50.0, 1e-7  # a curve beyond the first is a step; how exactly its steepness is fitted
+SINKS, RECENT = 4, 16
+FLOOR = 0.05  # nats per token below which an answer counts as certain
+
+QUESTIONS = 4  # at most, for each text; they share its compressed context
+FACT_EVERY, MOST_FACTS = 96, 48  # tokens of an English text for each fact; no adjective or noun is used twice
+
+
+class Triple(NamedTuple):
+    """One measurement: share of the context kept, mean token NLL of the context, quality that was left, in [0, 1]."""
+
+    keep: float
+    nll: float
+    quality: float
+
+
+class Sample(NamedTuple):
+    """A text and some questions about it; `context + " " + questions[i]` is to be continued by `answers[i]`."""
+
+    context: str
+    questions: tuple[str, ...]
+    answers: tuple[str, ...]
+
+
+def english_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> Sample:
+    """Facts in English prose, about `length` tokens by this tokenizer, for any model.
+
+    Filler takes turns: varied sentences, two repeated ones, or log lines of random digits.
+    """
+
+    def tokens(sentence: str) -> int:
+        return len(tokenizer(f" {sentence}", add_special_tokens=False).input_ids)
+
+    rng = random.Random(f"{length}/{seed}")
+    num = max(2, min(length // FACT_EVERY, MOST_FACTS))
+    owners = list(map(" ".join, zip(rng.sample(WORDS["adjectives"], num), rng.sample(WORDS["nouns"], num))))
+    codes = [f"{rng.randrange(1000, 10000)}-{rng.randrange(1000, 10000)}" for _ in owners]
+    sentences = [f"The access code of the {owner} is {code}." for owner, code in zip(owners, codes)]
+    filler = (prose(rng), cycle(islice(prose(rng), 2)), _log(rng))
+    room = length - sum(map(tokens, sentences))
+    while room > 0:
+        sentences.append(next(filler[seed % len(filler)]))
+        room -= tokens(sentences[-1])
+    rng.shuffle(sentences)
+    asked = rng.sample(range(num), min(QUESTIONS, num))
+    questions = [f"Question: What is the access code of the {owners[one]}? Answer:" for one in asked]
+    return Sample(" ".join(sentences), tuple(questions), tuple(f"{codes[one]}." for one in asked))
+
+
+def _log(rng: random.Random) -> Iterator[str]:
+    """Lines that nobody could predict."""
+    while True:
+        yield f"Entry {rng.randrange(10**6):06d} reads {' '.join(str(rng.randrange(10, 100)) for _ in range(8))}."
+
+
+@torch.no_grad()
+def make_triples(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    policy: str,
+    *,
+    keeps: Sequence[float] = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0),
+    lengths: Sequence[int] = (256, 512, 1024),
+    samples: int = 12,
+    seed: int = 0,
+    write: Callable[[PreTrainedTokenizerBase, int, int], Sample] = english_text,
+    progress: Callable[[], None] | None = None,
+) -> list[Triple]:
+    """Measure a policy on generated texts: the data that `fit_curve` wants.
+
+    The context is read and compressed before any question is known, as in Compactor, Sec. 3.5. Quality is
+
+        y = max(NLL(answer | full), floor) / max(NLL(answer | compressed), floor), at most 1,
+
+    with the mean NLL over the tokens of all answers to a context. The floor keeps an answer that is certain either way
+    from counting as spoilt: without it, 0.9999 and 0.999 would differ by a factor of ten.
+
+    Args:
+        keeps: shares of the context to try. A share below sinks and recent tokens is measured, and reported, as theirs.
+        lengths: tokens of the texts.  samples: texts of each length.  seed: of the first text; the others follow.
+        write: makes a text, given a tokenizer, tokens and a seed.  progress: called after each text.
+    """
+    common.check_stock("context calibration", model)
+    triples = []
+    for length in lengths:
+        for index in range(samples):
+            # The texts of negative seeds are nobody else's: whoever measures counts up.
+            triples += _measure(model, tokenizer, policy, keeps, write(tokenizer, length, -1 - seed - index))
+            if progress is not None:
+                progress()
+    return triples
+
+
+def _measure(
+    model: PreTrainedModel, tokenizer: Any, policy: str, keeps: Sequence[float], sample: Sample
+) -> list[Triple]:
+    """One triple for each share that keeps another number of tokens."""
+    ids = tokenizer(sample.context, return_tensors="pt").input_ids.to(model.device)
+    encode = partial(tokenizer, add_special_tokens=False)
+    asked = [(encode(f" {q}").input_ids, encode(f" {a}").input_ids) for q, a in zip(sample.questions, sample.answers)]
+    decoder: Any = model.get_decoder()
+    read = decoder(ids, use_cache=True)
+    softcap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+    nll = float(context_nll(read.last_hidden_state, ids, model.get_output_embeddings(), softcap))
+    full = _answer_nll(model, read[CACHE], asked)
+    triples, length = [], ids.shape[1]
+    kept = {max(math.ceil(keep * length), SINKS + RECENT): keep for keep in keeps}
+    for tokens, keep in sorted(kept.items()):
+        with patched(model, policy, Budget(keep=keep, sinks=SINKS, recent=RECENT)):
+            compressed = _answer_nll(model, reading.read(model, ids), asked)
+        triples.append(Triple(min(tokens / length, 1.0), nll, min(max(full, FLOOR) / max(compressed, FLOOR), 1.0)))
+    return triples
+
+
+def _answer_nll(model: PreTrainedModel, cache: Any, asked: list[tuple[list[int], list[int]]]) -> float:
+    """Mean NLL of the tokens of all answers, given the tokens of each question and its answer; uses the cache up."""
+    cache.batch_repeat_interleave(len(asked))
+    scores = reading.forced(model, cache, [question + answer for question, answer in asked])
+    said = [
+        log_probs[len(question) - 1 : -1].gather(-1, torch.tensor(answer, device=log_probs.device)[:, None])
+        for log_probs, (question, answer) in zip(scores, asked)
+    ]
+    return -float(torch.cat(said).mean())
+
+
+def fit_curve(triples: Sequence[Triple], penalty: float = 2.0) -> tuple[float, float]:
+    """alpha and beta of `fastkv.calibration.fits`, by asymmetric least squares (Compactor, Sec. 3.5).
+
+    Minimised is the mean over (r, c, y) of w (f(r) - y)^2. Where the curve promises more quality than was measured,
+    f > y, it asks for too small an r, and w = penalty; elsewhere w = 1. The paper names no penalty. With 2, an error
+    that spoils answers weighs as much as two that waste memory; a large one gives the lower envelope of the triples.
+
+    The unknowns are the steepness at the smallest and at the largest NLL: the best point of a grid of both is the
+    middle of a finer one, and so on. Deterministic. If all NLLs are equal, alpha = 0. Steepness stays within +-50.
+    """
+    keep, nll, quality = torch.tensor(triples, dtype=torch.float64).T
+    low, spread = nll.min(), nll.max() - nll.min()
+    place = (nll - low) / spread if spread > 0 else torch.zeros_like(nll)
+
+    def loss(ends: Tensor) -> Tensor:
+        excess = retained(keep, torch.lerp(ends[..., :1], ends[..., 1:], place)) - quality
+        return (torch.where(excess > 0, penalty, 1.0) * excess.square()).mean(-1)
+
+    steps = torch.linspace(-1, 1, 40, dtype=torch.float64)  # even, so that none is 0, where f is linear
+    best, width = torch.zeros(2, dtype=torch.float64), STEEPEST
+    while width > FINEST:
+        grid = (best + width * torch.cartesian_prod(steps, steps)).clamp(-STEEPEST, STEEPEST)
+        best = grid[torch.stack([loss(row) for row in grid.split(40)]).argmin()]
+        width /= 4
+    first, last = best.tolist()
+    alpha = (last - first) / float(spread) if spread > 0 else 0.0
+    return alpha, first - alpha * float(low)
+
+
+def residual(triples: Sequence[Triple], alpha: float, beta: float) -> float:
+    """Root mean square of measured minus fitted quality."""
+    keep, nll, quality = torch.tensor(triples, dtype=torch.float64).T
+    return float((quality - retained(keep, alpha * nll + beta)).square().mean().sqrt())
+
+
+def run_context(options: argparse.Namespace) -> None:
+    """Measure and fit every policy, print alpha, beta and residual, and write context.json."""
+    console = common.console_of()
+    for name in options.policies:
+        policies.get(name)
+    common.make_folder(options.out)
+    model, tokenizer = common.load(options.model)
+    common.check_length("lengths", max(options.lengths), model, options.model)
+    shape, words = fingerprint(model.config), describe(model.config)
+    settings = {name: getattr(options, name) for name in ("lengths", "samples", "seed")}
+    fitted: list[QualityCurve] = []
+    with common.progress(console) as progress:
+        bar = progress.add_task("", total=len(options.policies) * len(options.lengths) * options.samples)
+        for name in options.policies:
+            progress.update(bar, description=name)
+            triples = make_triples(model, tokenizer, name, **settings, progress=partial(progress.advance, bar))
+            alpha, beta = fit_curve(triples, options.penalty)
+            error = residual(triples, alpha, beta)
+            fitted.append(QualityCurve(alpha, beta, name, shape, words, len(triples), error))
+        progress.update(bar, description="measured")
+    for curve in fitted:
+        console.print(
+            f"{curve.policy:<12} alpha {curve.alpha:8.3f}  beta {curve.beta:8.3f}  residual {curve.residual:.3f}  "
+            f"triples {curve.triples}"
+        )
+    file = options.out / "context.json"
+    save_curves(file, fitted)
+    console.print(f"{file} written. Use it with\nfastkv.Budget(quality=0.95, calibration={str(file)!r}).")

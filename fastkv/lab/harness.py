@@ -1,36 +1,12 @@
 """`fastkv eval`: lm-evaluation-harness tasks with the full cache and with every policy at every budget.
 
 Each finished cache is a JSON file in `--out`, so that the same command, given again, goes on where it was interrupted.
-Several GPUs, on one node or several, with a folder that all of them see:
-
-    accelerate launch -m fastkv.lab.cli eval --model PATH --tasks arc_easy --out results
-
-Every process then evaluates its share of the requests, and the harness gathers the answers; a model that needs several
-GPUs is spread over them by `--model-args parallelize=True`. Without GPUs, accelerate starts several processes with
-`ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 ...`; with --cpu it starts one.
+Several GPUs, the two ways to measure log-likelihoods (`stream` and `prefix`) and the tasks of RULER in `tasks/*.yaml`:
+docs/evaluation.md.
 
 The model is a transformers model with a compressed cache. It generates as the harness's own does, in left-padded
-batches. Log-likelihoods need a choice, because the harness reads context and continuation in one forward, in which
-every token attends before anything is evicted, so that compression would never be seen:
-
-    stream   the whole text is read in blocks of `prefill_block` tokens, and every block attends to what is left of the
-             blocks before it. The model is scored while it reads; also right for rolling perplexity.
-    prefix   the context but its last token is read and compressed, then its last token and the continuation are scored
-             on what is left. A continuation of one token, a letter of a multiple choice, is affected too.
-
-Neither changes a score while everything fits into the budget.
-
-The tasks of RULER, fastkv_ruler_niah_single_1 and so on, are in `tasks/*.yaml`. They are not the harness's own "ruler",
-which need downloads. The group fastkv_ruler has all of them:
-
-    fastkv eval --model PATH --tasks fastkv_ruler --metadata max_seq_lengths=[4096,8192] num_samples=20
-
-What can be chosen is metadata, as for the harness's own tasks:
-
-    max_seq_lengths    tokens of prompt and answer, a number or a list (4096)
-    num_samples        texts of every length (100; the paper has 500)
-    seed               of the texts (0)
-    tokenizer          folder or name; by default that of the model
+batches. In its log-likelihoods the harness reads context and continuation in one forward, in which every token attends
+before anything is evicted, so that compression would never be seen: hence the two ways.
 """
 
 from __future__ import annotations
@@ -40,7 +16,6 @@ import importlib.metadata
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -72,12 +47,8 @@ from .ruler import Sample, Tokenizer
 TASK_FILES = Path(__file__).parent / "tasks"  # what the harness takes as --include_path: fastkv's own tasks
 OWN = "fastkv_"  # how the names of fastkv's tasks begin
 KEPT = "results groups group_subtasks configs versions n-shot n-samples higher_is_better config git_hash".split()
-ADVICE = (
-    "where a dataset cannot be reached, copy it to this machine, write a file my.yaml with the lines 'include: FILE OF "
-    "THE TASK', 'task: my_task' and 'dataset_path: FOLDER', and run --tasks my.yaml"
-)
+ADVICE = "where its dataset cannot be reached, copy it to this machine and name it in a YAML file of your own"
 PREFIX = "fastkv_ruler_"
-LENGTHS, SAMPLES = 4096, 100
 
 Request = tuple[Any, list[int], list[int]]  # what the harness calls it, tokens of the context and of the continuation
 Answer = tuple[float, bool]  # log-likelihood of the continuation, and whether greedy decoding would give it
@@ -244,7 +215,7 @@ class RulerTask(ConfigurableTask):
     def __init__(self, config: dict[str, Any]) -> None:
         metadata = config.get("metadata") or {}
         self.kind = config["task"].removeprefix(PREFIX)
-        self.lengths = whole_numbers("max_seq_lengths", metadata.get("max_seq_lengths", LENGTHS))
+        self.lengths = whole_numbers("max_seq_lengths", metadata.get("max_seq_lengths", 4096))
         super().__init__(
             config={
                 **{name: value for name, value in config.items() if name != "class"},
@@ -267,7 +238,7 @@ class RulerTask(ConfigurableTask):
         from datasets import Dataset
 
         metadata = self.config.metadata or {}
-        (samples,) = whole_numbers("num_samples", metadata.get("num_samples", SAMPLES), most=1)
+        (samples,) = whole_numbers("num_samples", metadata.get("num_samples", 100), most=1)
         (seed,) = whole_numbers("seed", metadata.get("seed", 0), most=1, least=0)
         tokenizer = tokenizer_of(metadata.get("tokenizer"))
         rows = []
@@ -320,39 +291,11 @@ def whole_numbers(name: str, value: Any, most: int | None = None, least: int = 1
 # The command.
 
 
-@dataclass(frozen=True)
-class Score:
-    """One metric of one task: its value, the harness's standard error or None, and whether more is better."""
-
-    metric: str
-    value: float
-    stderr: float | None
-    higher_is_better: bool
-
-
-@dataclass(frozen=True)
-class Row:
-    """One cache on all tasks.
-
-    Attributes:
-        policy: name; "full" for the stock cache.  budget: as on the command line; "" for the stock cache.
-        nbytes: the largest cache of one sequence.  seconds: of the whole evaluation.
-        scores: by task; the first is what the task reports first.
+def scores_of(results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The metrics in what the harness returned, by task, the first one first: their names ("metric,filter"), values,
+    standard errors or None, and whether more is better. A group that has a score of its own stands for its tasks.
     """
-
-    policy: str
-    budget: str
-    nbytes: int
-    seconds: float
-    scores: dict[str, list[Score]]
-
-
-def scores_of(results: dict[str, Any]) -> dict[str, list[Score]]:
-    """The metrics in what the harness returned, by task, under the harness's "metric,filter" names.
-
-    A group that has a score of its own stands for its tasks.
-    """
-    found: dict[str, list[Score]] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     for task, numbers in results["results"].items():
         better = results["higher_is_better"].get(task, {})
         for key, value in numbers.items():
@@ -361,15 +304,19 @@ def scores_of(results: dict[str, Any]) -> dict[str, list[Score]]:
                 continue
             stderr = numbers.get(f"{metric}_stderr,{rest}")
             known = isinstance(stderr, (int, float)) and math.isfinite(stderr)  # the harness also writes N/A and NaN
-            score = Score(key, value, stderr if known else None, better.get(metric) is not False)
-            found.setdefault(task, []).append(score)
+            score = {"metric": key, "value": value, "stderr": stderr if known else None}
+            found.setdefault(task, []).append({**score, "higher_is_better": better.get(metric) is not False})
     groups: dict[str, list[str]] = results.get("group_subtasks", {})
     parts = {task for group, tasks in groups.items() if group in found for task in tasks}
     return {task: scores for task, scores in found.items() if task not in parts}
 
 
-def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
-    """Evaluate every cache that has no file yet, print the table, and write results.json."""
+def run(options: argparse.Namespace, console: Console | None = None) -> list[dict[str, Any]]:
+    """Evaluate every cache that has no file yet, print the table, and write results.json.
+
+    Returns: of each cache its policy and budget as on the command line, nbytes, the largest of one sequence, seconds of
+        the whole evaluation, and scores, see `scores_of`.
+    """
     names = "model tasks mode question limit num_fewshot metadata batch_size seed model_args"
     results = common.Results(options, names, common.caches_of(options))
     where, gguf = pretrained.place(options.model)
@@ -379,15 +326,11 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     console = console or common.console_of(quiet=lm.rank != 0)
     lengths = metadata.get("max_seq_lengths", 0)
     longest = max(lengths) if isinstance(lengths, list) else lengths
-    if longest > lm.max_length:
-        raise FastKVError(
-            f"texts must have at most {lm.max_length} tokens for {options.model}, got max_seq_lengths {longest}, and "
-            "longer ones would lose their beginning; give smaller ones or another model"
-        )
+    common.check_length("max_seq_lengths", longest, lm.patched, options.model)  # longer ones would be cut
     caches, how = common.caches_of(options, lm.patched), {"mode": options.mode, "question": options.question}
     for cache in caches:  # what cannot be used is refused before anything slow
         lm.set_cache(**cache.arguments, **how)
-        common.check_first(cache.name, lm.patched, cache.arguments.get("budget"))
+        common.check_first(lm.patched)
     rows = []
     for place, cache in enumerate(caches, 1):
         record = results.known.get(cache.name)
@@ -395,11 +338,10 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
         if record is None:
             lm.set_cache(**cache.arguments, **how)
             record = evaluate(lm, manager, options)
-            if lm.rank == 0:
-                results.keep(cache, record)
+            record = results.keep(cache, record) if lm.rank == 0 else record
         if lm.rank == 0:
-            scores = scores_of(record["harness"])
-            rows.append(Row(cache.policy, cache.budget, record["nbytes"], record["seconds"], scores))
+            known = {name: record[name] for name in ("policy", "budget", "nbytes", "seconds")}
+            rows.append({**known, "scores": scores_of(record["harness"])})
     lm.set_cache(FULL)
     if lm.rank == 0:
         versions = common.versions(lm_eval=importlib.metadata.version("lm_eval"))
@@ -444,20 +386,23 @@ def evaluate(lm: Any, manager: Any, options: argparse.Namespace) -> dict[str, An
     return {"nbytes": int(largest), "seconds": time.perf_counter() - started, "harness": kept}
 
 
-def table_of(rows: Sequence[Row]) -> Table:
+def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows as a table: bytes, share of the full cache, first metric of each task with its standard error."""
-    tasks, titles = list(rows[0].scores), []
-    for task in tasks:
-        first = rows[0].scores[task][0]
-        less = "" if first.higher_is_better else ", less is better"
-        titles.append(f"{task}\n{first.metric.removesuffix(',none')}{less}")
-    table = common.table(("policy",), ("budget", "KiB", "share", *titles))
-    for row in rows:
-        firsts = [row.scores[task][0] for task in tasks]
-        marks = (f"{one.value:.4g}" + ("" if one.stderr is None else f" ± {one.stderr:.2g}") for one in firsts)
-        share = f"{row.nbytes / rows[0].nbytes:.1%}"
-        table.add_row(row.policy, row.budget, f"{row.nbytes / 2**10:.0f}", share, *marks)
-    return table
+    columns: dict[str, tuple[str, Any, str]] = {
+        "nbytes": ("KiB", common.kibibytes, ""),
+        "share": ("share", "{:.1%}", ""),
+    }
+    for task, (first, *_) in rows[0]["scores"].items():
+        less = "" if first["higher_is_better"] else ", less is better"
+        columns[task] = (f"{task}\n{first['metric'].removesuffix(',none')}{less}", marked, "")
+    firsts = ({task: scores[0] for task, scores in row["scores"].items()} for row in rows)
+    told = [{**row, **first, "share": row["nbytes"] / rows[0]["nbytes"]} for row, first in zip(rows, firsts)]
+    return common.table_of(told, ("policy", "budget"), columns)
+
+
+def marked(score: dict[str, Any]) -> str:
+    """A score with its standard error."""
+    return f"{score['value']:.4g}" + ("" if score["stderr"] is None else f" ± {score['stderr']:.2g}")
 
 
 def load_tasks(tasks: Sequence[str], include_path: str | None, metadata: dict[str, Any]) -> Any:

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from itertools import count, takewhile
 from statistics import fmean
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from .. import reference
-from ..errors import FastKVError
 from ..integrations.transformers.calibrate import known_shares
 from . import common, facts
 from .fits import KEEP, picture
@@ -47,8 +44,7 @@ def norms(rows: Tensor) -> dict[str, Tensor]:
 
 def prefix_lengths(num: int) -> list[int]:
     """256, 512, ... and `num` itself."""
-    doublings = (LEAST << step for step in count())
-    return [*takewhile(lambda length: length < num, doublings), num]
+    return [*(LEAST << step for step in range(num.bit_length()) if LEAST << step < num), num]
 
 
 def dilution(keys: Tensor, lengths: list[int]) -> dict[str, Tensor]:
@@ -154,16 +150,13 @@ def _positive(number: Tensor) -> Tensor:
     return number.clamp(min=torch.finfo(number.dtype).tiny)
 
 
-Layer: TypeAlias = dict[str, Any]  # what `measure_layer` returns
-
-
-def mean(layer: Layer, name: str, prefix: int = -1) -> float:
+def mean(layer: dict[str, Any], name: str, prefix: int = -1) -> float:
     """Mean over KV heads of a measurement, at one prefix where it has several (default the whole context)."""
     numbers = layer[name]
     return fmean(numbers[prefix] if isinstance(numbers[0], list) else numbers)
 
 
-COLUMNS: common.Columns = {
+COLUMNS: dict[str, tuple[str, Any, str]] = {
     "pca": ("PCA", "{:.0f}", "intrinsic dimension of the keys: components for 95% of variance"),
     "two_nn": ("2-NN", "{:.1f}", "the same as the two nearest neighbours see it: Two-NN"),
     "mle": ("MLE", "{:.1f}", "the same as near neighbours see it: Levina-Bickel"),
@@ -183,17 +176,21 @@ def run(options: argparse.Namespace, console: Console | None = None) -> dict[str
     common.make_folder(options.out)
     model, tokenizer = common.load(options.model)
     common.check_length("context", options.context or LEAST, model, options.model)
-    ids = tokens_of(text, tokenizer, common.longest_text(model), options)
+    most = options.context or min(common.longest_text(model), MOST)
+    ids = torch.tensor(tokenizer(text, truncation=True, max_length=most).input_ids, dtype=torch.long)
+    facts.check_tokens(options.text, len(ids), options.context or LEAST)
     lengths = prefix_lengths(len(ids))
-    cached = read(model, ids)
+    cached = list(common.read_stock(model, ids[None]))
     with common.progress(console) as progress:
-        layers = [measure_layer(*layer, lengths) for layer in progress.track(cached, description="measuring")]
-    console.print(table_of(layers))
+        tracked = progress.track(cached, description="measuring")
+        layers = [measure_layer(index, keys[0], values[0], lengths) for index, keys, values in tracked]
+    means = [{name: mean(layer, name) for name in COLUMNS} | {"layer": layer["layer"]} for layer in layers]
+    console.print(common.table_of(means, (), {"layer": ("layer", "{}", "")} | COLUMNS))
     legend = common.legend(COLUMNS)
     console.print(f"\nMeans over the KV heads of a layer, {len(ids)} tokens of {options.text}.\n{legend}\n")
     for name in ("pull", "spread"):
-        means = (fmean(mean(layer, name, place) for layer in layers) for place in range(len(lengths)))
-        diluted = ", ".join(f"{number:.3f} after {length}" for number, length in zip(means, lengths))
+        over = (fmean(mean(layer, name, place) for layer in layers) for place in range(len(lengths)))
+        diluted = ", ".join(f"{number:.3f} after {length}" for number, length in zip(over, lengths))
         console.print(f"{name}, mean over layers: {diluted} tokens")
     shares = known_shares(model)
     console.print(NOT_CALIBRATED if shares is None else picture(shares.shares(KEEP)))
@@ -203,32 +200,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> dict[str
     return report
 
 
-def tokens_of(text: str, tokenizer: Any, longest: int, options: argparse.Namespace) -> Tensor:
-    """The first tokens of the text, [N]: `options.context` of them, or by default what the text and the model allow."""
-    most = options.context or min(longest, MOST)
-    ids = torch.tensor(tokenizer(text, truncation=True, max_length=most).input_ids, dtype=torch.long)
-    facts.check_tokens(options.text, len(ids), options.context or LEAST)
-    return ids
-
-
-def read(model: Any, ids: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-    """Index, keys and values [Hkv, N, D] of the full-attention layers of a stock model after tokens [N].
-
-    Raises: FastKVError if there are none, or if a number is not finite.
-    """
-    found = [(index, keys[0], values[0]) for index, keys, values in common.read_stock(model, ids[None])]
-    if not found:
-        kind = type(model).__name__
-        raise FastKVError(f"{kind} has no full-attention layer, so there is nothing to compress; choose another model")
-    for index, *pairs in found:
-        if not all(one.isfinite().all() for one in pairs):
-            raise FastKVError(
-                f"keys and values must be finite, got NaN or infinity in layer {index}; load the model in another dtype"
-            )
-    return found
-
-
-def measure_layer(index: int, keys: Tensor, values: Tensor, lengths: list[int]) -> Layer:
+def measure_layer(index: int, keys: Tensor, values: Tensor, lengths: list[int]) -> dict[str, Any]:
     """All measurements of one layer from its keys [Hkv, N, D] and its values [Hkv, N, Dv].
 
     Returns: a number for each KV head, or a list of them for each prefix length, by name:
@@ -239,15 +211,7 @@ def measure_layer(index: int, keys: Tensor, values: Tensor, lengths: list[int]) 
         pull, spread: of each prefix, see `dilution`.
     """
     clouds = zip(*(dimensions(head) for head in keys))
-    numbers: Layer = {"layer": index, **{name: list(one) for name, one in zip(Dimensions._fields, clouds)}}
+    numbers: dict[str, Any] = {"layer": index, **{name: list(one) for name, one in zip(Dimensions._fields, clouds)}}
     several = {"key_": norms(keys), "value_": norms(values), "": dilution(keys, lengths)}
     numbers |= {f"{kind}{name}": one.tolist() for kind, found in several.items() for name, one in found.items()}
     return numbers | {"anchor": (-reference.keydiff_scores(keys.double()[None])[0].mean(-1)).tolist()}
-
-
-def table_of(layers: Sequence[Layer]) -> Table:
-    """A row for each full-attention layer, means over its KV heads."""
-    table = common.table((), ("layer", *(title for title, _, _ in COLUMNS.values())))
-    for layer in layers:
-        table.add_row(str(layer["layer"]), *common.cells({name: mean(layer, name) for name in COLUMNS}, COLUMNS))
-    return table

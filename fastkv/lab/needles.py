@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -19,41 +18,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..errors import FastKVError
 from ..integrations.transformers.stock import CACHE
 from . import common, reading, ruler
 from .reading import cache_bytes
-from .ruler import KINDS, Sample, Tokenizer
-
-TASK = "niah_single_2"
-
-
-@dataclass(frozen=True)
-class Grid:
-    """What was found where.
-
-    Attributes:
-        accuracy: [depths][lengths], mean score of `samples` texts, 0 to 1.
-        depths: 0 to 1.  lengths: in tokens, with the answer.  task, samples, seed: as passed to `grid`.
-        nbytes: of the largest cache of a sequence.
-    """
-
-    task: str
-    lengths: list[int]
-    depths: list[float]
-    samples: int
-    seed: int
-    accuracy: list[list[float]]
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """One cache: its policy and budget as on the command line, and what it found."""
-
-    policy: str
-    budget: str
-    found: Grid
+from .ruler import Sample, Tokenizer
 
 
 @torch.no_grad()
@@ -64,17 +32,19 @@ def grid(
     depths: Sequence[float],
     samples: int = 10,
     seed: int = 0,
-    task: str = TASK,
+    task: str = "niah_single_2",
     *,
     question: str = "later",
     progress: Callable[[], None] = lambda: None,
-) -> Grid:
+) -> dict[str, Any]:
     """Ask the model, patched or not, for needles at every depth of texts of every length; greedy, one text at a time.
 
     All depths of a length have the same texts but for the place of the needle, and so have all models.
 
     Args: task: of `ruler.KINDS`.  question: "later" for texts that are read, and compressed, before it is known, "seen"
         for prompts that are read whole.  progress: called after each text.
+    Returns: accuracy: [depths][lengths], mean score of so many texts, 0 to 1.  nbytes: of the largest cache of a
+        sequence.
     """
     sizes = [0]
 
@@ -92,7 +62,7 @@ def grid(
         accuracy = [[fmean(found(depth, length, i) for i in range(samples)) for length in lengths] for depth in depths]
     finally:
         hook.remove()
-    return Grid(task, list(lengths), list(depths), samples, seed, accuracy, max(sizes))
+    return {"accuracy": accuracy, "nbytes": max(sizes)}
 
 
 def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample: Sample, question: str = "later") -> str:
@@ -109,49 +79,50 @@ def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample: S
 
 
 def needle(task: str, tokenizer: Tokenizer, length: int, depth: float, seed: int = 0, index: int = 0) -> Sample:
-    """A sample of `task` with the needles that are asked for at `depth`. Raises: FastKVError as `grid` does."""
-    if task not in KINDS:
-        raise FastKVError(f"expected one of the tasks {', '.join(KINDS)}, got {task!r}; choose one of them")
+    """A sample of `task` with the needles that are asked for at `depth`. Raises: FastKVError for another task."""
     return ruler.generate(task, tokenizer, length, seed, index, depth=depth)
 
 
-def write_plot(found: Grid, path: Path, title: str) -> None:
+def write_plot(accuracy: Sequence[Sequence[float]], options: argparse.Namespace, name: str, path: Path) -> None:
     """Write the heat map as a PNG: lengths to the right, depths downwards, accuracy in every cell."""
-    columns, rows = len(found.lengths), len(found.depths)
+    columns, rows = len(options.lengths), len(options.depths)
     figure = common.figure(2.6 + 0.8 * columns, 1.8 + 0.45 * rows)
     axis = figure.subplots()
-    image = axis.imshow(found.accuracy, cmap="viridis", vmin=0, vmax=1, aspect="auto")
-    for row, marks in enumerate(found.accuracy):
+    image = axis.imshow(accuracy, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+    for row, marks in enumerate(accuracy):
         for column, mark in enumerate(marks):
             colour = "black" if mark > 0.5 else "white"
             axis.text(column, row, f"{mark:.0%}", ha="center", va="center", fontsize=8, color=colour)
-    axis.set_xticks(range(columns), [f"{length:,}" for length in found.lengths])
-    axis.set_yticks(range(rows), [f"{depth:.0%}" for depth in found.depths])
-    axis.set(title=title, xlabel="tokens of text, question and answer", ylabel="depth of the needle")
-    figure.colorbar(image, ax=axis, label=f"accuracy, {found.samples} texts a cell")
+    axis.set_xticks(range(columns), [f"{length:,}" for length in options.lengths])
+    axis.set_yticks(range(rows), [f"{depth:.0%}" for depth in options.depths])
+    xlabel, ylabel = "tokens of text, question and answer", "depth of the needle"
+    axis.set(title=f"{options.task}: {name}", xlabel=xlabel, ylabel=ylabel)
+    figure.colorbar(image, ax=axis, label=f"accuracy, {options.samples} texts a cell")
     figure.savefig(path)
 
 
-def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
-    """Measure the full cache and every cache that has no file yet, and print the table."""
+def run(options: argparse.Namespace, console: Console | None = None) -> list[dict[str, Any]]:
+    """Measure the full cache and every cache that has no file yet, and print the table.
+
+    Returns: of each cache its policy and budget as on the command line, and what `grid` found.
+    """
     console = console or common.console_of()
     names = "task question model samples seed lengths depths"
     results = common.Results(options, names, common.caches_of(options))
     model, tokenizer = common.load(options.model)
-    check(model, tokenizer, options)
+    common.check_length("lengths", max(options.lengths), model, options.model)
+    for length, depth in product(options.lengths, options.depths):  # texts that cannot be written are refused now
+        needle(options.task, tokenizer, length, depth, options.seed)
     rows, total = [], len(options.lengths) * len(options.depths) * options.samples
-    caches = common.caches_of(options, model)
-    for cache, advance in common.each(model, caches, console, total):
+    for cache, advance in common.each(model, common.caches_of(options, model), console, total):
         record = results.known.get(cache.name)
-        if record is not None:
-            rows.append(Row(cache.policy, cache.budget, Grid(**record["found"])))
-            continue
-        texts = options.lengths, options.depths, options.samples, options.seed, options.task
-        made = grid(model, tokenizer, *texts, question=options.question, progress=advance)
-        rows.append(Row(cache.policy, cache.budget, made))
-        write_plot(rows[-1].found, results.file(cache, ".png"), f"{options.task}: {cache.name}")
-        results.keep(cache, vars(rows[-1]))
-    console.print(table_of(rows))
+        if record is None:
+            texts = options.lengths, options.depths, options.samples, options.seed, options.task
+            found = grid(model, tokenizer, *texts, question=options.question, progress=advance)
+            write_plot(found["accuracy"], options, cache.name, results.file(cache, ".png"))
+            record = results.keep(cache, found)
+        rows.append({name: record[name] for name in ("policy", "budget", "accuracy", "nbytes")})
+    console.print(table_of(rows, options.lengths))
     console.print(
         f"Share of {options.task} needles found, {options.samples} texts for each length and depth; KiB is the largest "
         f"cache of one sequence, everything counted.\n{len(rows)} heat maps and JSON files in {options.out}"
@@ -159,19 +130,12 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     return rows
 
 
-def check(model: Any, tokenizer: Any, options: argparse.Namespace) -> None:
-    """Raise FastKVError for texts that cannot be written, or that this model cannot read."""
-    common.check_length("lengths", max(options.lengths), model, options.model)
-    for length, depth in product(options.lengths, options.depths):
-        needle(options.task, tokenizer, length, depth, options.seed)
-
-
-def table_of(rows: list[Row]) -> Table:
+def table_of(rows: Sequence[dict[str, Any]], lengths: Sequence[int]) -> Table:
     """The rows as a table: bytes, and accuracy over all depths, of all lengths and of each."""
-    lengths = rows[0].found.lengths
-    table = common.table(("policy",), ("budget", "KiB", "found", *(f"{length:,}" for length in lengths)))
+    columns: dict[str, tuple[str, Any, str]] = {"nbytes": ("KiB", common.kibibytes, "")}
+    columns |= {name: (name, "{:.0%}", "") for name in ("found", *(f"{length:,}" for length in lengths))}
+    told = []
     for row in rows:
-        marks = [fmean(column) for column in zip(*row.found.accuracy)]
-        means = (f"{mean:.0%}" for mean in (fmean(marks), *marks))
-        table.add_row(row.policy, row.budget, f"{row.found.nbytes / 2**10:.0f}", *means)
-    return table
+        marks = [fmean(column) for column in zip(*row["accuracy"])]
+        told.append({**row, **dict(zip([*columns][1:], (fmean(marks), *marks)))})
+    return common.table_of(told, ("policy", "budget"), columns)

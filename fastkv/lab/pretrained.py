@@ -23,7 +23,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..calibration.files import user_cache
+from ..calibration import user_cache
 from ..errors import FastKVError, check_installed
 
 SMOLLM2 = "smollm2"

@@ -24,18 +24,19 @@ from torch.nn import Module
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
-from ..api import patch, patched
+from .. import corrections
+from ..api import answers, patch, patched
 from ..budget import Budget
-from ..cache.layout import Attends
-from ..cache.wrappers import HeldTokens
-from ..config import Config
+from ..cache.layer import HeldTokens
+from ..cache.layout import Attends, Layout
+from ..calibration import kv_shapes
+from ..config import EVICT_EVERY, Config
 from ..errors import FastKVError
-from ..integrations.transformers import latent, modules, stock
+from ..integrations.transformers import modules, stock
 from ..integrations.transformers.cache import FastKVCache
 from ..integrations.transformers.prompt import Prompt, read_again
 from ..integrations.transformers.stock import CACHE
 from ..policies import Policy, Reread, get
-from ..prefix import answers
 
 
 @torch.no_grad()
@@ -124,7 +125,7 @@ class Reading:
 
         Raises: FastKVError for a model that caches latents, which are not what its layers hold.
         """
-        if any(map(latent.is_latent, modules.attentions(self.model).values())):
+        if any(map(modules.is_latent, modules.attentions(self.model).values())):
             raise FastKVError(f"{type(self.model).__name__} caches latents; run the stock model for its cache")
         cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))  # type: ignore[operator, union-attr]
         for index, held in enumerate(self.layers):
@@ -170,7 +171,8 @@ class Reading:
         return [replace(one) for one in self.again[key]]
 
 
-# What a cache holds, and what attention gives.
+# What a cache holds, and what attention gives. A comparison gives all caches the bytes that a cache of keys and values
+# alone would spend: a policy that stores moments, scores or anything else beside them pays for it with tokens.
 
 
 def cache_bytes(cache: Any) -> int:
@@ -187,6 +189,64 @@ def kept_tokens(cache: Any) -> float | None:
         return None
     tokens = [layer.cache.rule.layout.total for layer in cache.compressed if layer.cache.rule is not None]
     return sum(tokens) / len(tokens)
+
+
+def full_layers(config: Any) -> list[int]:
+    """Indices of a model's full-attention layers, which are compressed. Raises FastKVError if there are none."""
+    text = config.get_text_config(decoder=True)
+    layers: list[Any] = DynamicCache(config=text).layers
+    found = [index for index, layer in enumerate(layers) if stock.is_compressed(layer)]
+    if not found:
+        raise FastKVError(
+            f"expected a model with full-attention layers, got {text.model_type} with none in {len(layers)}; its cache "
+            "is bounded already"
+        )
+    return found
+
+
+def equal_bytes(
+    config: Any, tokens: int | Budget, dtype: torch.dtype, *, evict_every: int = EVICT_EVERY, **shares: Any
+) -> Budget:
+    """The bytes of a cache without moments or scores that keeps `tokens` tokens per KV head, as a `Budget`.
+
+    Args:
+        config: of a transformers model; its full-attention layers are counted.
+        tokens: per KV head, or a `Budget` of tokens, whose shares the result has too; slots for `evict_every` more are
+            part of the bytes.
+        dtype: of keys and values.
+        shares: sinks, recent, layers and heads, as in `Budget`, where `tokens` is a number.
+    """
+    # Tokens that cannot hold sinks and recent are refused here, in tokens.
+    budget = tokens if isinstance(tokens, Budget) else Budget(tokens=tokens, **shares)
+    if budget.tokens is None:
+        raise FastKVError(f"equal_bytes turns tokens into bytes, got {budget}; give Budget(tokens=...)")
+    text = config.get_text_config(decoder=True)
+    shapes = kv_shapes(text)
+    full = [shapes[index] for index in full_layers(config)]
+    total, rank = 0, getattr(text, "kv_lora_rank", None)
+    if rank is not None:  # of a latent, one for all heads, which is the first part of the key and the value
+        full = [(1, rank + text.qk_rope_head_dim)] * len(full)
+    for heads, head_dim in full:
+        key = torch.empty(1, heads, 1, head_dim, dtype=dtype, device="meta")
+        each = (budget.tokens,) * heads
+        layout = Layout(each, corrections.NONE, spare=evict_every, latent=rank is not None)
+        total += layout.allocate(key, key[..., :rank]).nbytes()
+    return replace(budget, tokens=None, bytes=total)
+
+
+def stored_bytes(cache: FastKVCache) -> int:
+    """Bytes per sequence that the compressed layers hold: slots, positions, scores and moments.
+
+    `nbytes()` without what no budget can change: layers that stay transformers' and the kernels' working memory.
+    Raises: FastKVError for a cache that is not filled.
+    """
+    states = [layer.state for layer in cache.compressed if layer.state is not None]
+    if not states or len(states) < len(cache.compressed):
+        raise FastKVError(
+            f"only a filled cache has bytes to compare, got {len(states)} of {len(cache.compressed)} layers; run the "
+            "model first"
+        )
+    return (cache.nbytes() - cache.workspace.nbytes() - cache.stock_nbytes()) // states[0].seen.shape[0]
 
 
 @contextmanager

@@ -17,14 +17,15 @@ import json
 import random
 import re
 import uuid
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import chain, count, islice, repeat
 from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -38,20 +39,19 @@ TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50}  # of the answers, by th
 # Of which generated texts are made: names of things that are hidden, and the words and forms of sentences around them.
 TOLD = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
 SENTENCES: list[str] = TOLD.pop("sentences")
+PROMPTS: dict[str, str] = TOLD.pop("prompts")  # what a model reads before and after a text
 WORDS: dict[str, list[str]] = {name: words.split() for name, words in TOLD.items()}
 
 
-class Units(Generic[T]):
-    """The items of an iterator, made when they are needed and kept, so that a longer text starts as the shorter one."""
+def taken(source: Iterator[T]) -> Callable[[int], list[T]]:
+    """Takes the first so many items, made when they are needed and kept: a longer text starts as the shorter one."""
+    made: list[T] = []
 
-    def __init__(self, source: Iterator[T]) -> None:
-        self._source = source
-        self._made: list[T] = []
+    def take(number: int) -> list[T]:
+        made.extend(islice(source, max(0, number - len(made))))
+        return made[:number]
 
-    def take(self, number: int) -> list[T]:
-        """The first `number` items."""
-        self._made += islice(self._source, max(0, number - len(self._made)))
-        return self._made[:number]
+    return take
 
 
 def prose(rng: random.Random) -> Iterator[str]:
@@ -134,41 +134,31 @@ def hidden(
     filler: Iterator[str], between: str, needles: Sequence[str], depths: Sequence[float]
 ) -> Callable[[int], tuple[str, dict[str, Any]]]:
     """How to write a context of so many units of filler with the needles in it, and its metadata."""
-    units, known = Units(filler), {"needles": tuple(needles), "depths": tuple(depths)}
-    return lambda number: (between.join(scatter(units.take(number), needles, depths)), known)
+    take, known = taken(filler), {"needles": tuple(needles), "depths": tuple(depths)}
+    return lambda number: (between.join(scatter(take(number), needles, depths)), known)
 
 
 def longest(draft: Callable[[int], Sample], tokenizer: Tokenizer, length: int, least: int = 1) -> Sample:
-    """The sample with most filler whose prompt and answer fit in `length` tokens; one unit more would not fit.
-
-    Doubles the number of units, then closes in by linear interpolation, because texts grow nearly linearly.
-    """
+    """The sample with most filler, at least so many units, whose prompt and answer fit in `length` tokens."""
     count: Callable[[str], int] = tokenizer
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         count = lambda text: len(tokenizer(text, verbose=False).input_ids)  # noqa: E731
-    low, best = least, draft(least)
-    room, low_tokens = length - best.tokens_to_generate, count(best.prompt)
-    if low_tokens > room:
+
+    def tokens(units: int) -> int:
+        sample = draft(units)
+        return count(sample.prompt) + sample.tokens_to_generate
+
+    if tokens(least) > length:
         raise FastKVError(
-            f"{best.task} needs at least {low_tokens + best.tokens_to_generate} tokens with this tokenizer, got length "
-            f"{length}; choose a longer one"
+            f"{draft(least).task} needs at least {tokens(least)} tokens with this tokenizer, got length {length}; "
+            "choose a longer one"
         )
-    high = high_tokens = 0  # not yet known
-    while high - low != 1:
-        if not high:
-            middle = 2 * low
-        else:
-            share = (room - low_tokens) / (high_tokens - low_tokens)
-            middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
-        sample = draft(middle)
-        tokens = count(sample.prompt)
-        if tokens > room:
-            high, high_tokens = middle, tokens
-        elif middle > room:
-            raise FastKVError(f"{middle} filler units must have as many tokens, got {tokens}; check the tokenizer")
-        else:
-            low, low_tokens, best = middle, tokens, sample
-    return best
+    most = 2 * least
+    while tokens(most) <= length:
+        if most > length:
+            raise FastKVError(f"{most} filler units must have as many tokens, got fewer; check the tokenizer")
+        most *= 2
+    return draft(bisect_right(range(most), length, most // 2, key=tokens) - 1)
 
 
 # The tasks.
@@ -190,11 +180,6 @@ FREQUENT_LEAST = 46  # words of a coded text; from here on the first five ranks 
 
 
 # Retrieval: eight ways to hide numbers, and assignments that hand a value from variable to variable.
-
-TRACKING = (
-    "The text below sets variables, each to a number or to the value of another variable. Follow the assignments and "
-    "find every variable that ends up with the number asked for."
-)
 
 
 @dataclass(frozen=True)
@@ -243,15 +228,8 @@ def niah(request: Request) -> Draft:
     between = " " if kind.haystack == "essay" else "\n"
     told = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])} and {asked[-1]}"
     what, verb = (kind.values, "are") if len(answers) > 1 else (kind.values.removesuffix("s"), "is")
-    question = (
-        f"Question: which secret {what} did the text give for {told}?\n"
-        f"Answer: for {told}, the secret {what} in the text {verb}"
-    )
-    task = (
-        f"The text below hides secret {kind.values}, each with the name it belongs to. Read it with care and remember "
-        f"the {kind.values}, because a question about them follows."
-    )
-
+    question = PROMPTS["niah question"].format(kind=what, names=told, verb=verb)
+    task = PROMPTS["niah"].format(kind=kind.values)
     write = hidden(_filler(kind, request, {*keys, *values}), between, needles, depths)
     return Draft(request.task, task, question, answers, write)
 
@@ -263,13 +241,14 @@ def tracking(request: Request) -> Draft:
     shown, asked = names[: HOPS + 1], names[HOPS + 1 :]
     shown_value, value = rng.sample(range(10_000, 100_000), 2)
     shown_text = scatter([NOISE] * EXAMPLE_UNITS, _statements(shown, shown_value), _depths(rng))
-    example = "\n".join([TRACKING, "", *shown_text, "", f"{_tracked(shown_value)} {', '.join(shown)}."])
+    task, question = PROMPTS["vt"], partial(PROMPTS["vt question"].format, number=HOPS + 1)
+    example = "\n".join([task, "", *shown_text, "", f"{question(value=shown_value)} {', '.join(shown)}."])
     write = hidden(repeat(NOISE), "\n", _statements(asked, value), _depths(rng))
-    return Draft(request.task, f"{example}\n\n{TRACKING}", _tracked(value), tuple(asked), write)
+    return Draft(request.task, f"{example}\n\n{task}", question(value=value), tuple(asked), write)
 
 
 def _needle(kind: Kind, key: str, value: str) -> str:
-    return f"One secret {kind.values.removesuffix('s')} of {key} is {value}."
+    return PROMPTS["niah needle"].format(kind=kind.values.removesuffix("s"), key=key, value=value)
 
 
 def _filler(kind: Kind, request: Request, taken: set[str]) -> Iterator[str]:
@@ -318,31 +297,7 @@ def _depths(rng: random.Random) -> list[float]:
     return sorted(rng.random() for _ in range(HOPS + 1))
 
 
-def _tracked(value: int) -> str:
-    return (
-        f"Question: which variables have the value {value} in the end?\n"
-        f"Answer: in the text above, {HOPS + 1} variables get the value {value}, namely"
-    )
-
-
 # Counting: the common words of a list, the frequent words of a coded text.
-
-COMMON_TASK = (
-    "Below is a numbered list of words. Some words are in it many times, most only a few times. Remember those that "
-    "are in the list most often."
-)
-COMMON_QUESTION = (
-    f"Question: which {COMMON} words are in the list most often?\nAnswer: the {COMMON} words that are in the list most "
-    "often are"
-)
-FREQUENT_TASK = (
-    "Below is a text in a code of made-up words. Count how often each word is in it, and remember the three most "
-    "frequent ones."
-)
-FREQUENT_QUESTION = (
-    f"Question: which three coded words are the most frequent? Give only the words; the dots {DOTS} are no word.\n"
-    "Answer: the three most frequent words of the coded text are"
-)
 
 
 def common_words(request: Request) -> Draft:
@@ -357,16 +312,17 @@ def common_words(request: Request) -> Draft:
     words = _vocabulary(rng, request.length // (TOKENS_PER_ENTRY * seldom))
     asked, shown, others = (list(islice(words, number)) for number in (COMMON, COMMON, shown_others))
     shown_list = _numbered(_placed(shown, shown_often, rng) + _placed(others, shown_seldom, rng))
-    example = f"{COMMON_TASK}\n\n{shown_list}\n\n{COMMON_QUESTION} {', '.join(shown)}."
+    task, question = PROMPTS["cwe"], PROMPTS["cwe question"].format(number=COMMON)
+    example = f"{task}\n\n{shown_list}\n\n{question} {', '.join(shown)}."
     common = _placed(asked, often, rng)
-    filler = Units((word, _placed([word], seldom, rng)) for word in words)
+    filler = taken((word, _placed([word], seldom, rng)) for word in words)
 
     def write(units: int) -> tuple[str, dict[str, Any]]:
-        uncommon = dict(filler.take(units))
+        uncommon = dict(filler(units))
         context = _numbered(common + [one for placed in uncommon.values() for one in placed])
         return context, {"counts": {**dict.fromkeys(asked, often), **dict.fromkeys(uncommon, seldom)}}
 
-    return Draft(request.task, f"{example}\n\n{COMMON_TASK}", COMMON_QUESTION, tuple(asked), write)
+    return Draft(request.task, f"{example}\n\n{task}", question, tuple(asked), write)
 
 
 def frequent_words(request: Request) -> Draft:
@@ -376,14 +332,15 @@ def frequent_words(request: Request) -> Draft:
     """
     rng = request.rng()
     words = [DOTS, *islice(_drawn("codes", rng), max(ASKED + 1, request.length // 50))]
-    ranks, order = Units(_zeta(len(words))), Units(iter(rng.random, None))
+    ranks, order = taken(_zeta(len(words))), taken(iter(rng.random, None))
 
     def write(units: int) -> tuple[str, dict[str, Any]]:
-        drawn = [words[rank] for rank in ranks.take(units)]
-        context = " ".join(word for _, word in sorted(zip(order.take(units), drawn)))
+        drawn = [words[rank] for rank in ranks(units)]
+        context = " ".join(word for _, word in sorted(zip(order(units), drawn)))
         return context, {"counts": dict(Counter(drawn))}
 
-    return Draft(request.task, FREQUENT_TASK, FREQUENT_QUESTION, tuple(words[1 : ASKED + 1]), write)
+    question = PROMPTS["fwe question"].format(dots=DOTS)
+    return Draft(request.task, PROMPTS["fwe"], question, tuple(words[1 : ASKED + 1]), write)
 
 
 def _placed(words: Sequence[str], times: int, rng: random.Random) -> list[tuple[float, str]]:

@@ -1,12 +1,10 @@
 """`fastkv view`: a text is read with every policy at every budget, and what became of it is written as a page.
 
-What became of every token is read off a cache while a model runs.
+What became of every token is read off a cache while a model runs. The page is one HTML file with everything in it.
 
-The page is one HTML file with everything in it. Numbers travel compressed, in base64.
-
-They lie where the compression finds what they have in common: those of one token side by side, because most heads evict
-a token at about the same time, and first bytes apart from second ones, most of which are 0. Errors would take most of
-the page, so they have few levels.
+Numbers travel compressed, in base64, and lie where the compression finds what they have in common: those of one token
+side by side, because most heads evict a token at about the same time, and first bytes apart from second ones, most of
+which are 0. Errors would take most of the page, so they have few levels.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from .. import policies
-from ..calibration.files import replace_file
+from ..calibration import replace_file
 from ..errors import FastKVError
 from ..integrations.transformers import modules
 from ..integrations.transformers.cache import FastKVCache
@@ -36,9 +33,8 @@ from ..integrations.transformers.layer import FastKVLayer
 from ..integrations.transformers.stock import CACHE
 from ..reference import LayerState
 from . import common, facts
-from .equal_bytes import stored_bytes
 from .fidelity import stored_tokens
-from .reading import cache_bytes, kept_tokens, record_attention
+from .reading import cache_bytes, kept_tokens, record_attention, stored_bytes
 
 FACTS = "facts"  # the text that is read where none is given
 LONGEST = 4096  # tokens of a text that are read unless more are asked for
@@ -72,9 +68,6 @@ def run(options: argparse.Namespace, console: Console | None = None) -> dict[str
     console = console or common.console_of()
     common.caches_of(options)
     block = PIECE if options.prefill_block == "auto" else options.prefill_block
-    twice = next((name for name in options.policies if policies.get(name).second_reading), None)
-    if twice and block is not None:
-        raise FastKVError(f"policy {twice!r} reads twice, got blocks of {block} tokens; add --prefill-block whole")
     model, tokenizer = common.load(options.model)
     if options.context is not None:
         common.check_length("context", options.context, model, options.model)
@@ -87,8 +80,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> dict[str
     reading = Reading(text.ids.to(model.device), block, steps)
     common.make_folder(options.out.parent)
     traces = []
-    caches = [replace(one, arguments={**one.arguments, "static": False}) for one in common.caches_of(options, model)]
-    for cache, _ in common.each(model, caches, console):
+    for cache, _ in common.each(model, common.caches_of(options, model, static=False), console):
         if cache.policy == common.FULL:
             full = read_full(model, reading)
         else:
@@ -148,24 +140,21 @@ def page_of(
     reading: Reading,
     options: argparse.Namespace,
     full: Full,
-    traces: Sequence[tuple[common.Cache, Trace, str]],
+    traces: Sequence[tuple[common.Cache, dict[str, Any], str]],
     tokenizer: Any,
 ) -> dict[str, Any]:
     """What the page holds, see `view.html`.
 
     Args: traces: of every cache, with the name of its correction.
     """
-    numbers, starts = packed([array for _, one, _ in traces for array in (one.gone, coded(one.error))])
+    numbers, starts = packed([array for _, one, _ in traces for array in (one["gone"], coded(one["error"]))])
     caches = [
         {
             "policy": cache.policy,
             "budget": cache.budget,
             "remembers": REMEMBERS[correction],
-            "kept": one.kept,
-            "bytes": one.nbytes,
-            "slot": one.slot,
-            "events": one.events,
-            "said": words(tokenizer, one.said),
+            **{name: one[name] for name in ("kept", "bytes", "slot", "events")},
+            "said": words(tokenizer, one["said"]),
             "gone": gone,
             "error": error,
         }
@@ -181,10 +170,10 @@ def page_of(
         "first": text.first,
         "answer": text.answer if reading.steps >= text.answer else 0,
         **common.SHARES,
-        "layers": first.layers,
-        "heads": first.gone.shape[1],
+        "layers": first["layers"],
+        "heads": first["gone"].shape[1],
         "bytes": full.nbytes,
-        "slots": first.stored,
+        "slots": first["slots"],
         "said": words(tokenizer, full.said),
         "policies": list(options.policies),
         "budgets": list(options.budgets),
@@ -234,31 +223,6 @@ class Full:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Trace:
-    """What a cache did with a text of N tokens.
-
-    Attributes:
-        layers: indices in the model of the L compressed ones.
-        events: tokens seen when something was evicted, in order.
-        gone: [L, Hkv, N] int64, the number of the event, from 1, in which a token was evicted; 0 if it is still there.
-        error: [L, Hkv, N], |o - full| / |full| of the attention output for each token, mean over the query heads of a
-            KV head.
-        said: as of `Full`.  kept: tokens per KV head, mean.  nbytes: of the compressed layers.
-        slot: bytes of a token in the slots of a head, mean over layers.  stored: how its keys and values are stored.
-    """
-
-    layers: list[int]
-    events: list[int]
-    gone: Tensor
-    error: Tensor
-    said: Tensor
-    kept: float
-    nbytes: int
-    slot: float
-    stored: str
-
-
 @torch.no_grad()
 def read_full(model: Any, reading: Reading) -> Full:
     """Run the stock model over the whole text. Raises FastKVError if its attention cannot be recorded."""
@@ -269,8 +233,18 @@ def read_full(model: Any, reading: Reading) -> Full:
 
 
 @torch.no_grad()
-def trace(model: Any, reading: Reading, full: Full) -> Trace:
-    """Run the patched model over the text, and look at its cache after every forward."""
+def trace(model: Any, reading: Reading, full: Full) -> dict[str, Any]:
+    """Run the patched model over a text of N tokens, and look at its cache after every forward.
+
+    Returns: as in the page but for tensors:
+        layers: indices in the model of the L compressed ones.
+        events: tokens seen when something was evicted, in order.
+        gone: [L, Hkv, N] int64, the number of the event, from 1, in which a token was evicted; 0 if it is still there.
+        error: [L, Hkv, N], |o - full| / |full| of the attention output for each token, mean over the query heads of a
+            KV head.
+        said: as of `Full`.  kept: tokens per KV head, mean.  bytes: of the compressed layers.
+        slot: bytes of a token in the slots of a head, mean over layers.  slots: how its keys and values are stored.
+    """
     cache, num = FastKVCache(model), reading.ids.shape[1]
     layers = {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, FastKVLayer)}
     attending = modules.attentions(model)
@@ -301,24 +275,23 @@ def trace(model: Any, reading: Reading, full: Full) -> Trace:
     slots = [state.exact for state in states]
     sizes = [sum(part.nbytes for part in one.moving().values()) / one.keys[..., 0].numel() for one in slots]
     plain = slots[0].format.plain
-    return Trace(
-        list(layers),
-        events,
-        torch.stack([one.cpu() for one in gone]),
-        torch.cat(errors, -1),
-        torch.stack(said[-reading.steps - 1 : -1]),
-        kept,
-        stored_bytes(cache),
-        sum(sizes) / len(sizes),
-        str(slots[0].dtype).rpartition(".")[2] if plain else slots[0].format.name,
-    )
+    return {
+        "layers": list(layers),
+        "events": events,
+        "gone": torch.stack([one.cpu() for one in gone]),
+        "error": torch.cat(errors, -1),
+        "said": torch.stack(said[-reading.steps - 1 : -1]),
+        "kept": kept,
+        "bytes": stored_bytes(cache),
+        "slot": sum(sizes) / len(sizes),
+        "slots": str(slots[0].dtype).rpartition(".")[2] if plain else slots[0].format.name,
+    }
 
 
 def error(attention: Tensor, full: Tensor, heads: int, groups: int) -> Tensor:
     """[heads, T], relative distance of attention outputs [T, Hq * Dv], mean over the query heads of a KV head."""
     ours, theirs = (one.double().unflatten(-1, (heads, groups, -1)) for one in (attention, full))
-    length = theirs.norm(dim=-1)
-    relative = (ours - theirs).norm(dim=-1) / length.clamp(min=torch.finfo(torch.float32).tiny)
+    relative = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
     return relative.mean(-1).T.float().cpu()
 
 

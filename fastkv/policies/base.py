@@ -9,8 +9,8 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
+from ..backend import Parallel
 from ..errors import FastKVError, is_whole
-from ..parallel import Parallel
 from ..reference import Moments
 from ..rotary import Rotary
 

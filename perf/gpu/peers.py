@@ -24,7 +24,7 @@ from fastkv import reference
 
 from ..micro.states import SCALE, Heads
 from .clock import Case, Work, copy_work, nbytes, num_sets, randn, right, tokens
-from .place import HALF, FlashAttnStandIn, FlashInferStandIn, Place, forget_compiled, plain_attention
+from .place import HALF, FlashAttnStandIn, FlashInferStandIn, Place, plain_attention
 
 PAGE = 16  # tokens of a FlashInfer page
 Builder = Callable[[Case, Place], Work]
@@ -59,19 +59,6 @@ def sdpa(case: Case, place: Place, backend: SDPBackend) -> Work:
     def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH if place.toy else backend):
             return plain_attention(q, keys, values, SCALE)
-
-    return peer(attend, case, place)
-
-
-def flex(case: Case, place: Place) -> Work:
-    """FlexAttention, compiled for this one shape."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    forget_compiled()
-    run: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-
-    def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return run(q[:, :, None], keys, values, scale=SCALE, enable_gqa=True)[:, :, 0]
 
     return peer(attend, case, place)
 
@@ -137,15 +124,12 @@ def prompt(place: Place, case: Case) -> list[Tensor]:
     return [part.transpose(1, 2).contiguous() for part in tokens(place, case.heads, case.batch, case.length)]
 
 
-def causal(case: Case, place: Place, name: str) -> Work:
-    """A block's attention to itself alone, by flash-attn of that name or, without one, by torch."""
-    package, first = import_flash_attn(name, place) if name else None, prompt(place, case)
-    needed = nbytes(*first, first[0])  # the output is like q
+def causal(case: Case, place: Place) -> Work:
+    """A block's attention to itself alone, by torch."""
+    needed = nbytes(*(first := prompt(place, case)), first[0])  # the output is like q
     cells = [first, *(prompt(place, case) for _ in range(num_sets(place, needed) - 1))]
 
     def launch(index: int) -> Tensor:
-        if package is not None:
-            return package.flash_attn_func(*cells[index], softmax_scale=SCALE, causal=True)
         q, k, v = (part.transpose(1, 2) for part in cells[index])
         with sdpa_kernel(SDPBackend.MATH if place.toy else SDPBackend.FLASH_ATTENTION):
             return scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
@@ -167,10 +151,4 @@ PEERS: dict[str, Builder] = {
     "FlashInfer tensor cores": partial(flashinfer, tensor_cores=True),
     "flash-attn 2": partial(with_kvcache, name="flash_attn"),
     "flash-attn 3": partial(with_kvcache, name="flash_attn_interface"),
-    "FlexAttention": flex,
-}
-CAUSAL: dict[str, Builder] = {
-    "SDPA flash, itself alone": partial(causal, name=""),
-    "flash-attn 2, itself alone": partial(causal, name="flash_attn"),
-    "flash-attn 3, itself alone": partial(causal, name="flash_attn_interface"),
 }

@@ -96,19 +96,13 @@ def plain_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Te
 
 
 class FlashAttnStandIn:
-    """Stands in for flash-attn: the calls that `perf.gpu.peers` makes, with their arguments."""
+    """Stands in for flash-attn: the call that `perf.gpu.peers` makes, with its arguments."""
 
     def flash_attn_with_kvcache(
         self, q: Tensor, keys: Tensor, values: Tensor, cache_seqlens: Tensor, softmax_scale: float
     ) -> Tensor:
         """Attention [B, 1, Hq, D] of q over all of keys, values [B, L, Hkv, D]."""
         return plain_attention(q[:, 0], keys.transpose(1, 2), values.transpose(1, 2), softmax_scale)[:, None]
-
-    def flash_attn_func(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> Tensor:
-        """Attention [B, T, Hq, D] of a block to itself."""
-        q, k, v = (rows.transpose(1, 2) for rows in (q, k, v))
-        how = {"scale": softmax_scale, "is_causal": causal, "enable_gqa": True}
-        return scaled_dot_product_attention(q, k, v, **how).transpose(1, 2)
 
 
 class FlashInferStandIn:

@@ -27,7 +27,7 @@ from ..micro import states
 from ..micro.states import GEMMA, LLAMA, Heads
 from .checks import CRASHES, still_there
 from .clock import COPY_BYTES, MAX_PASSES, Case, Work, copy_work, layer, measure, nbytes, num_sets, right, token
-from .peers import CAUSAL, PEERS, Builder, prompt
+from .peers import PEERS, Builder, causal, prompt
 from .place import HALF, Place
 
 FREE = 16  # slots beyond L: what is appended between two evictions
@@ -126,22 +126,22 @@ OWN: dict[str, tuple[str, Builder]] = {  # by name: what it remembers, and what 
     "fastkv unequal heads": default(shares=SHARES),
     "fastkv in pages": default(pages=True),
 }
-# Of blocks of prompts; the second is like a peer in that it needs a package.
+# Of blocks of prompts; the second is like a peer in that it needs a package, and the last is the same tokens alone.
 BLOCKS: dict[str, tuple[str, Builder]] = {
     "fastkv block": ("centroids", partial(block, flash=False)),
     "fastkv block by flash-attn": ("", partial(block, flash=True)),
+    "SDPA flash, itself alone": ("", causal),
 }
 
 
 def decode_cases(
     heads: Heads, shapes: Sequence[tuple[int, int]], own: Sequence[str], peers: Sequence[str]
 ) -> list[Case]:
-    """Contenders at some shapes. FlashInfer is compiled by nvcc on first use, FlexAttention for every shape."""
+    """Contenders at some shapes."""
     found = []
     for shape in shapes:
         found += [Case("decode", name, heads, *shape, OWN[name][1], OWN[name][0]) for name in own]
-        slow = {"FlexAttention": 6.0}
-        found += [Case("decode", name, heads, *shape, PEERS[name], seconds=slow.get(name, 0.8)) for name in peers]
+        found += [Case("decode", name, heads, *shape, PEERS[name]) for name in peers]
     return found
 
 
@@ -152,11 +152,10 @@ def key_cases() -> list[Case]:
 
 def prompt_cases() -> list[Case]:
     """Blocks of prompts over slots, beside the same tokens' attention to themselves alone."""
-    who = BLOCKS | {name: ("", build) for name, build in CAUSAL.items()}
     return [
         Case("prompt", name, LLAMA, *shape, build, memory, seconds=2.0)
         for shape in PROMPTS
-        for name, (memory, build) in who.items()
+        for name, (memory, build) in BLOCKS.items()
     ]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from fastkv.calibration.files import replace_file
+from fastkv.calibration import replace_file
 from fastkv.lab import pretrained
 from perf.engine import ROOT
 from perf.environment import environment

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastkv import Budget, patch, policies, unpatch
-from fastkv.calibration.quality import context_nll
+from fastkv.calibration.fits import context_nll
 from fastkv.integrations.transformers import rotations, selfcheck
 from fastkv.integrations.transformers.cache import FastKVCache
 from fastkv.integrations.transformers.stock import CACHE

@@ -18,7 +18,7 @@ def fed(bench: Bench, tokens: Tensor, steps: int) -> tuple[Text, Full]:
     """All but the last tokens [1, N] read, and the full cache's attention and predictions for these, one at a time."""
     reading = Text(bench, tokens[:, :-steps])
     attention, log_probs = feed(bench.model, tokens[:, -steps:], reading.full())
-    return reading, Full(attention, log_probs, log_probs, 0)
+    return reading, Full(attention, log_probs, 0)
 
 
 def evicted(

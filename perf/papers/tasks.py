@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fastkv import Budget, corrections, reference
-from fastkv.calibration.quality import keep_for
-from fastkv.lab import facts, fit_context, fits
+from fastkv.calibration.fits import keep_for
+from fastkv.lab import facts, fits
 
 from .bench import Asked, Bench, Cache, Text, caches
 from .row import PLAIN, Judged, Measured, error, mean, number, percent
@@ -157,12 +157,12 @@ def judge_attention(n: dict[str, Any]) -> Judged:
 def kept_at(n: dict[str, Any], name: str, quality: float = 0.95) -> float:
     """Share of tokens that the fitted curve keeps for a quality, mean over the texts."""
     told = [
-        fit_context.Triple(keep, nll, min(max(full, fit_context.FLOOR) / max(got, fit_context.FLOOR), 1.0))
+        fits.Triple(keep, nll, min(max(full, fits.FLOOR) / max(got, fits.FLOOR), 1.0))
         for keep in n["keeps"]
         for nll, full, got in zip(n["text_nll"], n["full_nll"], n["cells"][f"{name} {keep}"]["nll"])
         if full is not None and got is not None
     ]
-    alpha, beta = fit_context.fit(told)
+    alpha, beta = fits.fit_curve(told)
     return keep_for(quality, alpha * torch.tensor(n["text_nll"]).double() + beta).mean().item()
 
 

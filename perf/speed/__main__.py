@@ -21,7 +21,7 @@ from ..environment import environment
 from .cases import PARTS, Case, toy
 
 RUN = tuple(f"perf/speed/{name}.py" for name in ("worker", "contenders", "cases"))
-RUN += ("fastkv/lab/shapes.py",)  # what all contenders run
+RUN += ("fastkv/lab/timing.py",)  # what all contenders run
 SPARE = 45.0  # seconds that must be left when a case starts
 
 

@@ -10,30 +10,58 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from fastkv.lab.shapes import SHAPES as NAMED
-from fastkv.lab.shapes import TIED, UNTIED, Compressed, Full, Shape, gemma
+from fastkv.lab.timing import Compressed, Full
 
 from .cases import Case
 
 PROBE = 64  # tokens of the prompt whose logits must agree
-SHAPES = {
-    **NAMED,
-    "qwen3-8b": Shape("qwen3", (151_936, 4096, 12_288, 36, 32, 8, 128), (UNTIED,)),
-    "qwen3-small": Shape("qwen3", (1000, 256, 768, 4, 8, 2, 64), (TIED,)),
+LONGEST = 262_144  # positions
+SIZES = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
+).split()
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+Shape = tuple[str, tuple[int, ...], dict[str, Any]]  # type in transformers, numbers of `SIZES`, what else differs
+
+
+def gemma(*sizes: int, window: int = 1024) -> Shape:
+    """Of Gemma 3: every sixth layer attends to everything, the others to a window."""
+    window_of = {"sliding_window": window, "sliding_window_pattern": 6, "query_pre_attn_scalar": sizes[-1]}
+    return "gemma3_text", sizes, TIED | window_of
+
+
+SHAPES: dict[str, Shape] = {
+    "llama-3.1-8b": ("llama", (128_256, 4096, 14_336, 32, 32, 8, 128), UNTIED),
+    "qwen3-8b": ("qwen3", (151_936, 4096, 12_288, 36, 32, 8, 128), UNTIED),
+    "llama-small": ("llama", (1000, 256, 688, 4, 4, 2, 64), UNTIED),
+    "qwen3-small": ("qwen3", (1000, 256, 768, 4, 8, 2, 64), TIED),
     "gemma-3-small": gemma(1000, 256, 1024, 6, 4, 2, 64),
-    "llama-toy": Shape("llama", (97, 32, 48, 2, 4, 2, 16), (UNTIED,)),
+    "llama-toy": ("llama", (97, 32, 48, 2, 4, 2, 16), UNTIED),
     "gemma-3-toy": gemma(97, 32, 48, 6, 4, 2, 16, window=16),
 }
 
 
+@torch.no_grad()
 def build(name: str, device: torch.device, dtype: torch.dtype) -> Any:
-    return SHAPES[name].build(device, dtype)
+    """A model in eval mode, the same under every version of transformers: every matrix is drawn by a generator seeded
+    with its name; vectors stay as made.
+    """
+    kind, sizes, more = SHAPES[name]
+    settings = {**dict(zip(SIZES, sizes)), **more, "max_position_embeddings": LONGEST}
+    config = AutoConfig.for_model(kind, pad_token_id=0, bos_token_id=1, eos_token_id=2, **settings)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    for key, weight in model.named_parameters():
+        if weight.ndim > 1:
+            generator = torch.Generator(weight.device).manual_seed(zlib.crc32(key.encode()))
+            weight.normal_(0, 0.02, generator=generator)
+    return model
 
 
 def prompt(name: str, batch: int, length: int, device: torch.device) -> Tensor:
     """Seeded token ids [batch, length], without the special ones."""
-    words = SHAPES[name].sizes[0]
+    words = SHAPES[name][1][0]
     return torch.randint(3, words, (batch, length), generator=torch.Generator().manual_seed(0)).to(device)
 
 

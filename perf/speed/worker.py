@@ -3,7 +3,7 @@
     python -m perf.speed.worker '{"model": "llama-small", "contender": "full", "context": 2048, "batch": 1}'
 
 Runs under the interpreter of the contender: fastkv's, or that of an environment with kvpress, of which the library
-only has the shapes of models and the clock.
+only has the clock.
 """
 
 import json
@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from fastkv.lab.shapes import Memory, decode, now, timed
+from fastkv.lab.timing import Memory, decode, now, timed
 
 from .cases import Case
 from .contenders import CONTENDERS, Generates, build, checksum, prompt, weight_bytes

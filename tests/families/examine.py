@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import fastkv
-from fastkv.integrations.transformers import families
+from fastkv.integrations import transformers as engine
 
 from . import tiny
 from .checks import CHECKS, OF_ATTENTION, SMALL, Subject, first_line
@@ -97,7 +97,7 @@ def attempt(result, attention, checks):
         result.status = FAILS
         return f"patch: {cause(error)}"
     # An untested model was compared with the stock one when it was patched; once is enough.
-    with mock.patch.dict(families.TESTED, {subject.model.config.model_type: ""}):
+    with mock.patch.dict(engine.TESTED, {subject.model.config.model_type: ""}):
         failures = [failure for check in checks if (failure := failed(check, subject, result))]
     result.status = FAILS if failures else WORKS
     return "; ".join(failures)

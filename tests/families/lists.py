@@ -7,13 +7,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastkv.integrations.transformers import families
+from fastkv.integrations import transformers as engine
 
 from .checks import CHECKS
 from .examine import FAILS, REFUSED, UNBUILT, WORKS
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE, FILE = ROOT / "docs" / "models.md", families.FOUND
+PAGE, FILE = ROOT / "docs" / "models.md", engine.FOUND
 ALL = "all features"
 KINDS = {
     "FastKVLayer": "full attention",

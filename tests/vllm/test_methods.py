@@ -7,7 +7,7 @@ import torch
 
 import fastkv
 from fastkv import FastKVError
-from fastkv.calibration.files import user_cache
+from fastkv.calibration import user_cache
 from fastkv.integrations.transformers.calibrate import known_shares
 from fastkv.integrations.vllm.backend import Compression
 

@@ -4,7 +4,7 @@ import pytest
 
 from fastkv.config import Config
 from fastkv.integrations.vllm.backend import Compression, compressed
-from fastkv.integrations.vllm.metrics import counted
+from fastkv.integrations.vllm.requests import counted
 from fastkv.integrations.vllm.scheduler import what_fits
 
 from .engine import LONGEST, Traffic, budget_of, prompt, start

@@ -16,18 +16,10 @@ def tiny_gemma(directory, layer_types):
     """A tiny Gemma 3 with random weights, calibrated; its own ones, as calibrations go by weights."""
     torch.manual_seed(sum(map(len, layer_types)))
     config = Gemma3TextConfig(
-        vocab_size=720,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        query_pre_attn_scalar=64,
-        max_position_embeddings=1024,
-        sliding_window=64,
+        vocab_size=720, hidden_size=128, intermediate_size=256, max_position_embeddings=1024, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, query_pre_attn_scalar=64, sliding_window=64,
         layer_types=layer_types,
-    )
+    )  # fmt: skip
     Gemma3ForCausalLM(config).save_pretrained(directory)
     fastkv.patch(loaded(directory))
     return directory
@@ -104,24 +96,11 @@ def test_two_processes_that_share_the_heads(model):
 
 def test_latents_are_refused(tmp_path):
     config = DeepseekV2Config(
-        vocab_size=720,
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        kv_lora_rank=512,
-        q_lora_rank=None,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=64,
-        v_head_dim=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        max_position_embeddings=1024,
-    )
+        vocab_size=720, hidden_size=64, intermediate_size=64, max_position_embeddings=1024, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=32,
+        qk_rope_head_dim=64, v_head_dim=32, first_k_dense_replace=1, moe_intermediate_size=32, n_routed_experts=4,
+        num_experts_per_tok=2, n_shared_experts=1,
+    )  # fmt: skip
     DeepseekV2ForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(FastKVError, match=r"does not compress latents \(MLA\) in vLLM"):
         start(str(tmp_path), {"policy": "keydiff", "budget": 64})

@@ -12,10 +12,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...cache.layout import Attends
 from ...errors import FastKVError
-from . import latent
+from . import modules
 from .cache import FastKVCache
 from .layer import FastKVLayer
-from .modules import output_projection
 from .stock import seen
 
 NAME = "fastkv"  # must not contain sdpa, flash or paged: transformers tests for these substrings
@@ -154,13 +153,13 @@ def fastkv_attention(
     """
     if kwargs.get("cache") is not None:
         refuse_continuous_batching(module)
-    has_latents = latent.is_latent(module)  # key and value are then what `latent.unexpanded` makes
+    has_latents = modules.is_latent(module)  # key and value are then what `modules.unexpanded` makes
     scale: float = query.shape[-1] ** -0.5 if scaling is None else scaling
     # sdpa of newer transformers refuses even softcap=None
     extra = {name: one for name, one in (("softcap", softcap), ("s_aux", s_aux)) if one is not None}
 
     def stock() -> tuple[Tensor, Tensor | None]:
-        keys, values = latent.expanded(module, key, value) if has_latents else (key, value)
+        keys, values = modules.expanded(module, key, value) if has_latents else (key, value)
         return _stock_attention(module)(
             _StockView(module), query, keys, values, attention_mask, dropout=dropout, scaling=scale, **extra, **kwargs
         )
@@ -175,9 +174,9 @@ def fastkv_attention(
         check_call(module, query, key, {**kwargs, "s_aux": s_aux}, softcap)
         return fastkv_layer.attend_shared(query, Attends(scale, softcap), alone).transpose(1, 2).contiguous(), None
     check_call(module, query, key, kwargs, softcap)
-    q = latent.absorbed(module, query) if has_latents else query
+    q = modules.absorbed(module, query) if has_latents else query
     over_latents = has_latents and not fastkv_layer.begins
-    output = output_projection(module, value.shape[-1]) if fastkv_layer.cache.config.needs("output") else None
+    output = modules.output_projection(module, value.shape[-1]) if fastkv_layer.cache.config.needs("output") else None
     how = Attends(scale, softcap, output, s_aux)
     if fastkv_layer.decodes(query.shape[2]):
         out = fastkv_layer.step(q, key, value, how)
@@ -186,5 +185,5 @@ def fastkv_attention(
         valid = valid_tokens(attention_mask, real, key.shape[0], key.shape[2], key.device)
         out = fastkv_layer.attend(q, key, value, valid, how, alone)
     if over_latents:
-        out = latent.lifted(module, out)
+        out = modules.lifted(module, out)
     return out.transpose(1, 2).contiguous(), None

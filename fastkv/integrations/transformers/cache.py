@@ -15,15 +15,15 @@ from torch.nn import Module
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer
 
+from ...backend import Parallel
 from ...budget import UNITS
+from ...cache import FIRST_TABLE, CacheWorkspace
 from ...cache.layer import LayerCache
 from ...cache.layout import LayerPlan
-from ...cache.workspace import FIRST_TABLE, CacheWorkspace
 from ...config import Config
 from ...errors import FastKVError, is_whole
-from ...parallel import Parallel
 from ...reference import LayerState, Moments
-from . import families, latent, modules, serialization, stock
+from . import modules, serialization, stock
 from .layer import FastKVLayer, HybridLayer, Ring, WindowLayer
 
 
@@ -188,7 +188,7 @@ class FastKVCache(Cache):
     def next_positions(self, num: int, padding: Tensor | None) -> Tensor:
         """Positions [B, T] of the next `num` tokens, which are text; padding [B, tokens so far] is 0 for padding."""
         first = self.compressed[0]
-        first.accept()
+        first.cache.accept()
         state = first.state
         assert state is not None
         new = torch.arange(num, device=state.seen.device).expand(len(state.seen), -1)
@@ -205,7 +205,7 @@ class FastKVCache(Cache):
         if positions is None or positions.ndim != 3:
             return None
         first = self.compressed[0]
-        first.accept()
+        first.cache.accept()
         state = first.state
         before = 0 if state is None or not self.started else state.seen[:, None]
         new = num if padding is None else padding[:, -num:].long().sum(-1, keepdim=True)
@@ -369,7 +369,7 @@ def _why_not_static(model: Module) -> str | None:
     windows = [layer for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
     if any(type(layer) is not DynamicSlidingWindowLayer for layer in windows):
         return f"cannot hold a {type(windows[0]).__name__} of transformers still; use another model"
-    if windows and families.is_flash(config._attn_implementation or ""):
+    if windows and stock.is_flash(config._attn_implementation or ""):
         return (
             "with sliding-window layers needs masks that flash-attn does not take; load the model with "
             "attn_implementation='sdpa'"
@@ -404,7 +404,7 @@ def build_layers(model: Module, config: Config, workspace: CacheWorkspace, stati
     windows = {layer.sliding_window for layer in layers if static and type(layer) is DynamicSlidingWindowLayer}
     rings = {size: Ring(size) for size in windows}
     shared = list(modules.sources(model).values())
-    latents = {index for index, module in modules.attentions(model).items() if latent.is_latent(module)}
+    latents = {index for index, module in modules.attentions(model).items() if modules.is_latent(module)}
     for place, (index, kind) in enumerate(kinds.items()):
         plan = LayerPlan(config, index, place, len(kinds), workspace.parallel, index in latents, shared.count(index))
         layers[index] = kind.beside(layers[index], LayerCache(plan, workspace, static))

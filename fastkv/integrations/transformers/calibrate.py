@@ -27,19 +27,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...backend import Parallel
 from ...budget import Budget
 from ...cache import signals
+from ...cache.layer import HeldPrompt
 from ...cache.selection import protected
-from ...cache.wrappers import HeldPrompt
-from ...calibration.files import beside, describe, fingerprint, user_cache
-from ...calibration.head_shares import FLOOR, HEADS_FILE, KEEPS, KNOWN, HeadShares, weights_digest
+from ...calibration import (
+    FLOOR,
+    HEADS_FILE,
+    KEEPS,
+    KNOWN,
+    HeadShares,
+    beside,
+    describe,
+    fingerprint,
+    user_cache,
+    weights_digest,
+)
 from ...config import POLICY, WITHOUT_ROTARY, Config
 from ...errors import FastKVError
-from ...parallel import Parallel
 from ...policies import get
 from ...reference.attention import grouped_logits, softcapped
-from . import modules
-from .attach import attach, check, detach
+from . import attach, check, detach, modules
 from .cache import FastKVCache, Prompt
 from .prompt import read_again
 from .selfcheck import with_rotations
@@ -348,9 +357,7 @@ def shares_for(model: Any, wanted: str | Path) -> HeadShares:
 
     Raises: FastKVError if a file is damaged or of other weights, or as `calibrate_heads`.
     """
-    if wanted != "calibrated":
-        return checked_shares(Path(wanted), model.config, _digest(model))
-    known = known_shares(model)
+    known = known_shares(model, wanted)
     if known is not None:
         return known
     _check_whole(model)
@@ -376,28 +383,33 @@ def shares_for(model: Any, wanted: str | Path) -> HeadShares:
     return made
 
 
-def known_shares(model: Any) -> HeadShares | None:
-    """The shares of a model from beside it, from the package or from the user's cache, if it was calibrated.
+def known_shares(model: Any, wanted: str | Path = "calibrated") -> HeadShares | None:
+    """The shares of a model from a file, or for "calibrated" from beside the model, from the package or from the user's
+    cache. None if it was not calibrated.
 
     Raises: FastKVError if a file is damaged or of other weights.
     """
-    return stored_shares(model.config, _digest(model))
+    alone = Parallel.of(model).size == 1  # a process with a part of the weights cannot know whose they are
+    return stored_shares(model.config, weights_digest(model) if alone else None, wanted)
 
 
-def stored_shares(known: Any, weights: str | None) -> HeadShares | None:
+def stored_shares(known: Any, weights: str | None, wanted: str | Path = "calibrated") -> HeadShares | None:
     """`known_shares` of the model with that config and digest of the weights, None where they are not known."""
-    own = beside(known, HEADS_FILE)
-    if own.is_file():
-        return checked_shares(own, known, weights)
-    if weights is None:
-        return None
-    files = (folder / f"{weights}.safetensors" for folder in (KNOWN, user_cache("heads")))
-    return next((checked_shares(file, known, weights) for file in files if file.is_file()), None)
-
-
-def _digest(model: Any) -> str | None:
-    """Of its weights; None for a process with a part of them, which cannot know whose they are."""
-    return weights_digest(model) if Parallel.of(model).size == 1 else None
+    file = Path(wanted)
+    if wanted == "calibrated":
+        digested = () if weights is None else (KNOWN, user_cache("heads"))
+        files = [beside(known, HEADS_FILE), *(folder / f"{weights}.safetensors" for folder in digested)]
+        found = [file for file in files if file.is_file()]
+        if not found:
+            return None
+        file = found[0]
+    shares = HeadShares.load(file, known)
+    if weights is not None and shares.weights != weights:
+        raise FastKVError(
+            f"{file} was calibrated for other weights of {shares.model} ({shares.weights}), got {weights}; calibrate "
+            "these with fastkv calibrate heads, or use Budget(heads='uniform')"
+        )
+    return shares
 
 
 def _check_whole(model: Any) -> None:
@@ -407,17 +419,3 @@ def _check_whole(model: Any) -> None:
             "calibrating heads needs all of them in one process, got tensor parallelism; calibrate in one process, put "
             f"{HEADS_FILE} beside the model or pass Budget(heads=file), or use Budget(heads='uniform')"
         )
-
-
-def checked_shares(file: Path, known: Any, weights: str | None) -> HeadShares:
-    """Of a file, which has to be of the model with that config and, where it is known, digest of the weights.
-
-    Raises: FastKVError if it is not, or damaged.
-    """
-    shares = HeadShares.load(file, known)
-    if weights is not None and shares.weights != weights:
-        raise FastKVError(
-            f"{file} was calibrated for other weights of {shares.model} ({shares.weights}), got {weights}; calibrate "
-            "these with fastkv calibrate heads, or use Budget(heads='uniform')"
-        )
-    return shares

@@ -11,10 +11,9 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from ...backend import check_backend
-from ...cache.layer import LayerCache, Stock
+from ...cache import CacheWorkspace
+from ...cache.layer import HeldPrompt, HeldTokens, LayerCache, Stock
 from ...cache.layout import Attends
-from ...cache.workspace import CacheWorkspace
-from ...cache.wrappers import HeldPrompt, HeldTokens, Rollback
 from ...errors import FastKVError
 from ...policies import Reread
 from ...reference import LayerState
@@ -25,8 +24,7 @@ class FastKVLayer(CacheLayerMixin):
     """One compressed layer. `update` stores nothing: the attention function owns the tokens and hands them to `attend`.
 
     Attributes:
-        cache: of the layer.  reader: what prompts go to: the cache itself, or a wrapper that holds the prompt or can
-            take back the last forward.
+        cache: of the layer.  reader: what prompts go to: the cache itself, or a wrapper that holds the prompt.
         seen: length of the sequence as transformers counts it, padding included; int64 [] on the device if static.
         awaited: whether attention has not been called yet for the tokens that `update` was given.
         expected: tokens of the prompt being read, set by the block loop so that `Budget(keep=...)` sees all of it.
@@ -37,7 +35,7 @@ class FastKVLayer(CacheLayerMixin):
     def __init__(self, cache: LayerCache) -> None:
         super().__init__()
         self.cache = cache
-        self.reader: LayerCache | HeldPrompt | Rollback = cache
+        self.reader: LayerCache | HeldPrompt = cache
         self.is_compileable = cache.static
         self.seen: Any = 0
         self.expected = self.batch_size = 0
@@ -107,7 +105,8 @@ class FastKVLayer(CacheLayerMixin):
 
     def decodes(self, num: int) -> bool:
         """Whether the next `num` tokens, none of them padding, are one decode step."""
-        return num == 1 and self.cache.started and self.reader is self.cache and not self.cache.workspace.reading
+        free = self.reader is self.cache and not self.cache.records
+        return num == 1 and free and self.cache.started and not self.cache.workspace.reading
 
     @property
     def begins(self) -> bool:
@@ -218,44 +217,30 @@ class FastKVLayer(CacheLayerMixin):
     # Roll-back for assisted decoding.
 
     @property
-    def recording(self) -> bool:
+    def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether the last forward can be taken back."""
-        return isinstance(self.reader, Rollback)
-
-    is_croppable = recording  # type: ignore[assignment]  # as transformers asks for it
-
-    @property
-    def pending(self) -> bool:
-        """Whether there is a forward to take back."""
-        return isinstance(self.reader, Rollback) and self.reader.pending is not None
+        return self.cache.records
 
     def activate_past_recording(self) -> None:
         """From now on a forward is committed only by the next `crop`, or by the forward after it."""
-        if not self.recording:
-            self.reader = Rollback(self.cache)
+        self.cache.records = True
 
     def commit_block(self) -> None:
         """Accept what may be rolled back, and the next block too: only the last one of a prompt can be taken back."""
-        self.accept()
-        if self.recording:
-            self.reader = self.cache
-
-    def accept(self) -> None:
-        """Accept what may be rolled back."""
-        if isinstance(self.reader, Rollback):
-            self.reader.accept(0)
+        self.cache.accept()
+        self.cache.records = False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Roll back the last -tokens_to_remove tokens; a positive number is the length to keep (until 5.12)."""
         drop = self.seen - tokens_to_remove if tokens_to_remove > 0 else -tokens_to_remove
-        if drop <= 0 and not self.pending:
+        if drop <= 0 and self.cache.pending is None:
             return
-        if not isinstance(self.reader, Rollback):
+        if not self.is_croppable:
             raise FastKVError(
                 "a compressed cache cannot be cropped because evicted pairs are gone; start from a new cache, or use "
                 "assisted decoding with transformers >= 5.14, which announces roll-backs"
             )
-        self.reader.accept(drop)
+        self.cache.accept(drop)
         self.seen -= drop
         self.cache.started = self.seen > 0
 
@@ -264,7 +249,7 @@ class FastKVLayer(CacheLayerMixin):
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a change of the batch axis to every tensor; what may be rolled back is accepted."""
         if self.state is not None:
-            self.accept()
+            self.cache.accept()
             self.cache.map_batch(change)
             self.batch_size = len(self.state.seen)
 
@@ -287,7 +272,7 @@ class FastKVLayer(CacheLayerMixin):
             self.is_initialized = False
         self.awaited = False
         self.seen *= 0  # in place where it is a tensor
-        self.reader = Rollback(self.cache) if self.recording else self.cache
+        self.reader = self.cache
 
     def offload(self) -> None:
         """Not supported: the state is small and read every step."""

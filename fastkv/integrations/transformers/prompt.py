@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cache.wrappers import HeldPrompt
-from ...calibration.quality import context_nll
+from ...cache.layer import HeldPrompt
+from ...calibration.fits import context_nll
 from ...config import Config
 from ...errors import FastKVError
 from ...policies import SecondReading
@@ -183,7 +183,7 @@ def _read_blocks(decoder: Any, cache: FastKVCache, given: dict[str, Any], total:
     assert prompt is not None
     if prompt.masks is None:
         check_mask(given.get("attention_mask"))
-    recording = any(layer.recording for layer in compressed)
+    recording = any(layer.is_croppable for layer in compressed)
     outputs: list[Any] = []
     for start, end, mask in _blocks(cache, total, recording):
         if recording:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ... import __version__
 from ...cache.layout import Layout
-from ...calibration.files import describe, fingerprint, header_of, read_tensors, replace_file
+from ...calibration import describe, fingerprint, header_of, read_tensors, replace_file
 from ...config import Config
 from ...errors import FastKVError
 from ...policies import Policy
@@ -83,14 +83,14 @@ def _check_alone(layers: Sequence[Any]) -> None:
 
 def _numbers(layer: FastKVLayer, state: LayerState) -> dict[str, int]:
     """What the host knows of a compressed layer."""
-    if layer.pending:
+    if layer.cache.pending is not None:
         raise FastKVError(
             "the last tokens of this cache may still be rolled back, so there is no state to save yet; accept them "
             "with cache.crop(0) first"
         )
     cache = layer.cache
     assert cache.rule is not None
-    entry = {"seen": int(layer.seen), "steps": cache.workspace.clock.now.steps, "recording": int(layer.recording)}
+    entry = {"seen": int(layer.seen), "steps": cache.workspace.clock.now.steps, "recording": int(layer.is_croppable)}
     for name, numbers in (("tokens", cache.rule.layout.tokens), ("approx", cache.rule.layout.approx)):
         entry |= {f"{name}.{head}": number for head, number in enumerate(numbers)}
     if cache.rule.layout.shared:

@@ -1,5 +1,5 @@
 """Layers of transformers' own caches: which of them are compressed, which stay as they are, and how those travel; and
-how transformers calls a cache.
+how transformers calls a cache, and implementations of attention.
 
 Names that not every supported transformers has are looked up here, and nowhere else.
 """
@@ -21,6 +21,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 from transformers.generation.utils import ALL_CACHE_NAMES
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # The argument that a cache is passed in, and the name of it in what comes back; the first until 5.23.
 BEFORE, NOW = "past_key_values", "cache"
@@ -33,12 +35,31 @@ PAIRS = ("keys", "values")
 STATES = ("conv_states", "recurrent_states")
 NUMBERS = ("cumulative_length", "record_past")  # of sliding-window layers, those that have them
 
+# Attention implementations that compute what models mean; and those of the hub that `is_hub_flash` knows.
+BASES = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+
 WORDS: dict[type, str] = {
     DynamicLayer: "full attention",
     LinearAttentionAndFullAttentionLayer: "linear and full attention in one",
     DynamicSlidingWindowLayer: "a sliding window",
     LinearAttentionLayer: "linear attention",
 }
+
+
+def is_hub_flash(base: str) -> bool:
+    """Whether an attention implementation is a kernel of the hub with the interface of flash-attn, as
+    `kernels-community/flash-attn2`: transformers then calls it, and masks for it, as it does for flash_attention_2."""
+    return "/" in base and ALL_ATTENTION_FUNCTIONS.get(base) is flash_attention_forward
+
+
+def is_base(base: str) -> bool:
+    """Whether patched layers may fall back on an attention implementation, and read a first prompt with it."""
+    return base in BASES or is_hub_flash(base)
+
+
+def is_flash(base: str) -> bool:
+    """Whether an attention implementation is one of flash-attn, which takes 2-D masks only."""
+    return base.startswith("flash_attention_") or is_hub_flash(base)
 
 
 def seen(mask: Tensor) -> Tensor:

@@ -28,15 +28,16 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackendImpl,
     CPUAttentionMetadataBuilder,
 )
+from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
-from ...backend import check_backend, resolve
+from ...backend import Parallel, check_backend, resolve
+from ...cache import CacheWorkspace
 from ...cache.pages import PagedLayer, PagedRule, Traffic, warm_up
-from ...cache.workspace import CacheWorkspace
 from ...config import Config, check_shares
 from ...errors import FastKVError
-from ...parallel import Parallel
-from . import method, settings
+from . import settings
 from .batch import Batch, Batcher
 from .requests import RequestArguments
 from .scheduler import FastKVSpec
@@ -61,7 +62,7 @@ class Compression:
         self.vllm_config = vllm_config
         self.classes: list[Kind] = [None, *(settings.classes(vllm_config) or ())]
         self.configs = {
-            kind: method.fitted(settings.config_of(vllm_config, kind), vllm_config) for kind in self.classes
+            kind: settings.fitted(settings.config_of(vllm_config, kind), vllm_config) for kind in self.classes
         }
         self.config = self.configs[None]
         group = get_tp_group()
@@ -131,7 +132,7 @@ class Compression:
             config = self._calibrated(None)
             return replace(config, budget=replace(config.budget, tokens=kind))
         if kind not in self.shared_out:
-            self.shared_out[kind] = method.calibrated(self.configs[kind], self.vllm_config)
+            self.shared_out[kind] = settings.calibrated(self.configs[kind], self.vllm_config)
         return self.shared_out[kind]
 
     def _rules(self, config: Config) -> dict[str, PagedRule]:
@@ -393,3 +394,22 @@ class CPUBackend(CPUAttentionBackend):
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """The pages of a layer."""
         return spec if cls.page is None else FastKVSpec.like(spec, cls.page)
+
+
+class Refusing:
+    """A CPU's backend for layers that cache latents (MLA), of models without settings, which would do nothing there."""
+
+    @classmethod
+    def get_impl_cls(cls) -> Any:
+        """What attends. Raises: FastKVError if the model that is being made has settings for fastkv."""
+        if settings.asked(get_current_vllm_config()):
+            raise FastKVError("fastkv does not compress latents (MLA) in vLLM; serve the model without its settings")
+        return super().get_impl_cls()  # type: ignore[misc]
+
+
+class CPULatentBackend(Refusing, CPUMLABackend):
+    """`CPUMLABackend` for models without settings."""
+
+
+class AMXLatentBackend(Refusing, AMXMLABackend):
+    """`AMXMLABackend` for models without settings."""

@@ -1,8 +1,6 @@
-"""Random-weight models of named shapes, a clock, and the full and a compressed cache timed by it.
+"""A clock, bytes of a process, and the full and a compressed cache timed by it.
 
-Speed and memory do not depend on what the weights are. Models have the same numbers under every version of
-transformers. torch and transformers alone, of any version, until a compressed cache is made: environments of peers use
-this, too.
+torch and transformers alone, of any version, until a compressed cache is made: environments of peers use this, too.
 """
 
 from __future__ import annotations
@@ -10,113 +8,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
-import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
-
-from ..errors import FastKVError
-
-LONGEST = 262_144  # positions
-SIZES = (
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
-).split()
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model.
-
-    Attributes: model_type: of transformers.  sizes: see `SIZES`.  more: what else differs from that type's defaults.
-    """
-
-    model_type: str
-    sizes: tuple[int, ...]
-    more: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def layers(self) -> int:
-        """How many."""
-        return self.sizes[3]
-
-    def with_layers(self, layers: int) -> Shape:
-        """The same with another number of layers."""
-        return replace(self, sizes=(*self.sizes[:3], layers, *self.sizes[4:]))
-
-    def config(self) -> Any:
-        """Of transformers."""
-        settings = {**dict(zip(SIZES, self.sizes)), **dict(self.more), "max_position_embeddings": LONGEST}
-        return AutoConfig.for_model(self.model_type, pad_token_id=0, bos_token_id=1, eos_token_id=2, **settings)
-
-    def parameters(self) -> int:
-        """Numbers that its weights are."""
-        with torch.device("meta"):
-            return sum(weight.numel() for weight in AutoModelForCausalLM.from_config(self.config()).parameters())
-
-    @torch.no_grad()
-    def build(self, device: torch.device, dtype: torch.dtype) -> Any:
-        """The model in eval mode. Every matrix is drawn by a generator seeded with its name; vectors stay as made."""
-        with device:
-            model = AutoModelForCausalLM.from_config(self.config(), dtype=dtype, attn_implementation="sdpa").eval()
-        for name, weight in model.named_parameters():
-            if weight.ndim > 1:
-                generator = torch.Generator(weight.device).manual_seed(zlib.crc32(name.encode()))
-                weight.normal_(0, 0.02, generator=generator)
-        return model
-
-
-TIED, UNTIED = ("tie_word_embeddings", True), ("tie_word_embeddings", False)
-
-
-def gemma(*sizes: int, window: int = 1024) -> Shape:
-    """Of Gemma 3: every sixth layer attends to everything, the others to a window."""
-    window_of = ("sliding_window", window), ("sliding_window_pattern", 6), ("query_pre_attn_scalar", sizes[-1])
-    return Shape("gemma3_text", sizes, (TIED, *window_of))
-
-
-SHAPES = {
-    "llama-3.1-8b": Shape("llama", (128_256, 4096, 14_336, 32, 32, 8, 128), (UNTIED,)),
-    "llama-3.2-3b": Shape("llama", (128_256, 3072, 8192, 28, 24, 8, 128), (TIED,)),
-    "qwen3-4b": Shape("qwen3", (151_936, 2560, 9728, 36, 32, 8, 128), (TIED,)),
-    "gemma-3-12b": gemma(262_208, 3840, 15_360, 48, 16, 8, 256),
-    "llama-small": Shape("llama", (1000, 256, 688, 4, 4, 2, 64), (UNTIED,)),
-}
-
-
-def fitting(name: str, free: int, tokens: int, dtype: torch.dtype) -> Shape:
-    """The shape of that name, with fewer layers where it does not fit.
-
-    Args: free: bytes there are.  tokens: of the largest full cache, all sequences together.
-    Raises: FastKVError for an unknown name, or if not even one layer fits.
-    """
-    if name not in SHAPES:
-        raise FastKVError(f"shape must be one of {', '.join(SHAPES)}, got {name!r}; or give a checkpoint with --model")
-    shape = SHAPES[name]
-    one, two = shape.with_layers(1), shape.with_layers(2)
-    each = dtype.itemsize * (two.parameters() - one.parameters() + tokens * 2 * shape.sizes[5] * shape.sizes[6])
-    fixed = dtype.itemsize * (2 * one.parameters() - two.parameters()) + working_bytes(shape.config(), tokens, dtype)
-    layers = min((free - fixed) // each, shape.layers)
-    if layers < 1:
-        raise FastKVError(
-            f"one layer of {name} and a full cache of {tokens} tokens need {(fixed + each) / 2**30:.1f} GiB, there are "
-            f"{free / 2**30:.1f}; choose smaller --contexts, a smaller --batch or another --shape"
-        )
-    return shape.with_layers(layers)
-
-
-def working_bytes(config: Any, tokens: int, dtype: torch.dtype) -> int:
-    """About what one layer takes while it reads a prompt of so many tokens, all sequences together."""
-    text = config.get_text_config(decoder=True)
-    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    return dtype.itemsize * tokens * (3 * inner + 8 * text.hidden_size)
-
-
-# Seconds, decode steps and bytes of a process.
+from transformers import DynamicCache, StaticCache
 
 Step = Callable[[Tensor, Tensor], Tensor]  # tokens and their positions, both [B, 1], to logits [B, 1, V] or [B, V]
 
@@ -260,7 +159,7 @@ class Compressed(Full):
         """As of `Full`."""
         if self.how != "captured":
             return super().step(cache, batch)
-        from ..integrations.transformers.cuda_graphs import capture_decode
+        from ..integrations.transformers.forward import capture_decode
 
         replay = capture_decode(self.model, cache, batch)
         return lambda token, position: replay(token)
@@ -294,11 +193,3 @@ def timed(mine: Full, ids: Tensor, samples: int, period: int) -> Timed:
     if mine.how == "eager" or ids.device.type == "cuda":  # on a CPU the compiler's own memory would be counted
         peak = memory.peak()
     return Timed(first, steps, peak, mine.resident(cache), kept)
-
-
-@torch.no_grad()
-def warm_up(mine: Full, ids: Tensor) -> None:
-    """Read prompts [B, N] and decode one token, so that kernels are compiled and chosen before a clock runs."""
-    cache = mine.new(ids.shape[1])
-    mine.read(ids, cache)
-    mine.read(ids[:, :1], cache)
