@@ -23,11 +23,13 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import fastkv.kernels
+from fastkv import ops
 from fastkv.cache.pages import PageFormat
 from fastkv.errors import FastKVError
 from fastkv.kernels import _flash, operations, select, window_scores
 from fastkv.reference import Centroids, LayerState, Recovery, Selection, Spec
 from fastkv.reference.slots import Codec, RowFormat
+from fastkv.rotary import Rotary
 
 from .micro.states import RECENT, filled, spec
 
@@ -36,7 +38,14 @@ BLOCK = 500  # of a prompt: no multiple of 16
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FOUR = ("int4", "k8v4")  # whose values are packed
 # Kernels that read nothing else, a few bytes at a time.
-NUMBERS = ("_flash.runs", "window_scores.merge", "expected_attention.sum", "expected_attention.weight", "z_scores.z")
+NUMBERS = (
+    "_flash.runs",
+    "rows.copy",
+    "window_scores.merge",
+    "expected_attention.sum",
+    "expected_attention.weight",
+    "z_scores.z",
+)
 LEAVING = ("evict.evict", "compact.moments", "compact.merge")
 PREFILL = "prefill_attention.prefill"
 SHARES = (0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7)  # of heads of unequally many slots
@@ -166,6 +175,37 @@ def signals(dim: int, **kept: Any) -> None:
     operations.slot_signals(new(*candidates(state), dtype=torch.int32), state, rule)
 
 
+def reading(dim: int, **kept: Any) -> None:
+    """What becomes of the tokens of an engine, and what a layer chooses from."""
+    state, _ = layer(dim, **kept)
+    q, k, v = (new(2 * BLOCK, heads, dim, dtype=state.exact.dtype) for heads in (32, 8, 8))
+    operations.blocks_of(q, k, v, new(2, BLOCK, dtype=torch.int64))
+    own = [new(2 * BLOCK, dtype=torch.int64) for _ in range(3)]
+    operations.of_blocks(new(2, 32, BLOCK, dim, dtype=q.dtype), *own, q)
+    _, k, v = block(state, BLOCK, 4, dim)
+    exact, given = state.exact, (k, v, mask(1, BLOCK), state.seen)
+    for used, memory in ((TOKENS, new(*exact.positions.shape)), (TOKENS, None), (0, None)):
+        stored = (part[:, :, :used] for part in (exact.keys, exact.values, exact.positions))
+        known = None if memory is None else memory[:, :, :used]
+        operations.candidates(*stored, known, exact.lengths, *given, 4, 32)
+
+
+def rows(dim: int, **kept: Any) -> None:
+    """Copies of pages, and back."""
+    state, rule = layer(dim, rows=True, **kept)
+    with mock.patch.object(ops.rows, "copy_rows", operations.copy_rows):
+        ops.put(state, ops.taken(state, rule, equal=True))
+
+
+def memorise(dim: int, **kept: Any) -> None:
+    """What a policy remembers of the tokens of slots."""
+    state, rule = layer(dim, **kept)
+    exact = state.exact
+    exact.memory = torch.empty_strided(exact.positions.shape, exact.positions.stride(), device="meta")
+    shape = candidates(state)
+    operations.memorise(new(*shape), new(*shape, dtype=torch.int32), mask(*shape), state, rule)
+
+
 def residuals(dim: int, attention: bool = True, dtype: str = "bf16", **kept: Any) -> None:
     """What moments miss of stored tokens."""
     state, _ = layer(dim, dtype=dtype, **kept)
@@ -174,8 +214,10 @@ def residuals(dim: int, attention: bool = True, dtype: str = "bf16", **kept: Any
 
 
 def standard() -> None:
-    """z-scores of three scores of each candidate."""
+    """z-scores of three scores of each candidate, and their sum."""
     operations.z_scores(new(3, 1, 8, 4096), mask(1, 8, 4096))
+    operations.needed_scores(*new(3, 1, 8, 4096), mask(1, 8, 4096))
+    operations.needed_scores(*new(2, 1, 8, 4096), None, mask(1, 8, 4096))
 
 
 def selected(length: int, masked: bool = False, ragged: bool = False) -> None:
@@ -195,6 +237,11 @@ def queries(keys: Tensor, num: int) -> Tensor:
     return new(1, 4 * keys.shape[1], num, keys.shape[-1], dtype=keys.dtype)
 
 
+def before(keys: Tensor) -> dict[str, Any]:
+    """What tells kernels how keys were before the rotary embedding."""
+    return {"positions": new(*keys.shape[:3], dtype=torch.int32), "rotary": Rotary(new(keys.shape[-1] // 2))}
+
+
 # Scores of a prompt: functions of its keys [1, 8, 4096, D], of which are real, and of the other words of a case.
 SCORES: dict[str, Callable[..., Any]] = {
     "keydiff": lambda keys, real: operations.keydiff_scores(keys, "normalized_mean", distance="cosine", mask=real),
@@ -208,8 +255,17 @@ SCORES: dict[str, Callable[..., Any]] = {
     "peaks": lambda keys, real, sinks=False: operations.peak_attention(
         queries(keys, BLOCK), keys, 0.1, valid=real, asked=mask(1, BLOCK), sink_logits=new(32) if sinks else None
     ),
+    "unlike": lambda keys, real: operations.keydiff_scores(keys, "normalized_mean", mask=real, **before(keys)),
+    "ahead": lambda keys, real: operations.queries_ahead(
+        queries(keys, BLOCK), before(keys)["positions"], real, before(keys)["rotary"], 512, 4
+    ),
+    "every": lambda keys, real: operations.every_query(queries(keys, BLOCK), real, 8),
+    "kept": lambda keys, real: operations.peaks_to_keep(
+        *new(1, *keys.shape[:3]), keys, new(*keys.shape[:3]), before(keys)["positions"], real, 3
+    ),
     "expected": lambda keys, real: operations.expected_attention(
-        keys, new(1, 32, 1, keys.shape[-1]), new(1, 32, keys.shape[-1], keys.shape[-1]), 0.1, valid=real
+        keys, keys, *(new(1, 32, rows, keys.shape[-1]) for rows in (1, keys.shape[-1])),
+        new(1, 1, 1, dtype=torch.int64), 0.1, 0.0, valid=real,
     ),
     "window": lambda keys, real, bias=False, cap=False: window_scores.window_scores(
         q=queries(keys, 32), keys=keys, scale=0.1, softcap=50.0 if cap else None,

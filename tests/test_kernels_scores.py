@@ -12,11 +12,13 @@ from fastkv.kernels import (
     key_scores,
     leverage,
     noncausal_mass,
+    order,
     peak_attention,
     window_scores,
     z_scores,
 )
 from fastkv.reference import geometry
+from fastkv.rotary import Rotary
 
 from .conftest import examples
 from .pairwise import covering, named
@@ -74,12 +76,23 @@ def close(got, specified, tiny=1e-6):
 # One problem of each kernel.
 
 
+def rotary(dim, turned):
+    """In halves, or half of the numbers, next to each other, within the head."""
+    if turned == "halves":
+        return Rotary(10000.0 ** -torch.linspace(0, 1, dim // 2))
+    return Rotary(10000.0 ** -torch.linspace(0, 1, dim // 4), 1.3, True, -dim // 2 - 4)
+
+
 def keydiff(batch=2, heads=2, num=37, dim=64, dtype=torch.float32, kind="left", seed=0, anchor="mean",
-            distance="cosine", size=1.0):  # fmt: skip
+            distance="cosine", size=1.0, turned=None):  # fmt: skip
     keys, mask = tokens(batch, heads, num, dim, dtype, seed, size=size), make_mask(kind, batch, heads, num, seed)
-    given = {"anchor": anchor, "distance": distance, "mask": mask}
-    got, real = key_scores.keydiff_scores(keys=hide(keys, mask), **given), every(mask, keys)
+    given, before = {"anchor": anchor, "distance": distance, "mask": mask}, {}
+    if turned is not None:
+        before = {"positions": every(mask, keys).cumsum(-1).int() + 700, "rotary": rotary(dim, turned)}
+    got, real = key_scores.keydiff_scores(keys=hide(keys, mask), **given, **before), every(mask, keys)
     assert (got[~real] == 0).all()
+    if turned is not None:
+        keys = before["rotary"].unrotate(keys.float(), before["positions"])
     close(got, lambda to: torch.where(real, reference.keydiff_scores(keys.to(to), **given), 0), 3e-6)
 
 
@@ -117,15 +130,36 @@ def window(batch=2, heads=1, groups=2, num=50, dim=64, dtype=torch.float32, kind
     close(got, specified)
 
 
+def ahead(batch=2, heads=2, groups=2, num=45, dim=64, dtype=torch.float32, kind="left", seed=0, turned="halves"):
+    asking = min(num, 37)
+    queries, keys = tokens(batch, heads * groups, asking, dim, dtype, seed), tokens(batch, heads, num, dim)
+    valid = every(make_mask(kind, batch, heads, num, seed), keys)
+    positions = valid.cumsum(-1).int() - 1
+    given = {"positions": positions, "valid": valid, "rotary": rotary(dim, turned), "horizon": 70, "sinks": 2}
+    asked = valid[:, :1, -asking:] & (positions[:, :1, -asking:] >= 2)
+    mean, covariance, count = expected_attention.queries_ahead(
+        hide(queries, asked.expand(-1, heads * groups, -1)), **given
+    )
+    assert torch.equal(count, asked.sum(-1, keepdim=True))
+    close(mean, lambda to: reference.queries_ahead(queries.to(to), **given)[0], 3e-6)
+    close(covariance, lambda to: reference.queries_ahead(queries.to(to), **given)[1], 3e-6)
+
+
 def expected(batch=2, heads=2, groups=2, num=45, dim=64, dtype=torch.float32, kind="left", seed=0, size=1.0,
              scale=0.125):  # fmt: skip
     keys, generator = tokens(batch, heads, num, dim, dtype, seed, size=size), torch.Generator().manual_seed(1)
+    values, count = tokens(batch, heads, num, dim + 16, dtype, seed + 1), torch.ones(batch, 1, 1, dtype=torch.int64)
+    count[-1] = kind != "left"
     mean = torch.randn(batch, groups * heads, 1, dim, generator=generator)
     root = torch.randn(batch, groups * heads, dim, dim, generator=generator)
     covariance, valid = root @ root.mT / dim, every(make_mask(kind, batch, heads, num, seed), keys)
-    got = expected_attention.expected_attention(hide(keys, valid), mean, covariance, scale, valid=valid)
-    assert (got[~valid] == 0).all()
-    close(got, lambda to: reference.expected_attention(keys, mean.to(to), covariance.to(to), scale, valid=valid))
+    got = expected_attention.expected_attention(
+        hide(keys, valid), values, mean, covariance, count, scale, 0.1, valid=valid
+    )
+    assert ((got > 0) == (count > 0)).all()
+    close(got, lambda to: reference.expected_attention(
+        keys, values, mean.to(to), covariance.to(to), count, scale, 0.1, valid=valid
+    ))  # fmt: skip
 
 
 def mass(batch=2, heads=1, groups=2, num=45, dim=64, dtype=torch.float32, kind="left", softcap=None, seed=0, chunk=16,
@@ -152,6 +186,21 @@ def peaks(batch=2, heads=1, groups=2, num=75, dim=64, dtype=torch.float32, kind=
     return close(got, lambda to: reference.peak_attention(q.to(to), keys.to(to), scale, softcap, **given))
 
 
+def kept(batch=2, heads=2, groups=2, num=75, dim=64, dtype=torch.float32, kind="left", seed=0, pool=5, every_=3):
+    """Who is asked, and what becomes of the maxima; slots come in any order before the block."""
+    draw, asking = torch.Generator().manual_seed(seed), min(num, 41)
+    queries = tokens(batch, heads * groups, asking, dim, dtype, seed)
+    valid = every(make_mask(kind, batch, heads, num, seed), tokens(batch, heads, num, dim))
+    got, asked = peak_attention.every_query(queries, valid, every_)
+    expected_queries, expected_asked = reference.every_query(queries, valid, every_)
+    assert torch.equal(got, expected_queries) and torch.equal(asked, expected_asked)
+    most, memory = torch.rand(2, batch, heads, num, generator=draw)
+    values, positions = tokens(batch, heads, num, dim, dtype, seed + 1), torch.randperm(num, generator=draw).int()
+    given = values, memory, positions.expand(batch, heads, -1).contiguous(), valid, pool
+    found = peak_attention.peaks_to_keep(most.masked_fill(~valid, torch.nan), hide(values, valid), *given[1:])
+    close(found, lambda to: reference.peaks_to_keep(most.to(to), given[0].to(to), *given[1:]))
+
+
 def attended(batch=2, heads=2, groups=3, num=75, dim=64, dtype=torch.float32, kind="none", softcap=None, seed=0):
     """Keys are not masked here."""
     q, keys = tokens(batch, heads * groups, 70, dim, dtype, seed), tokens(batch, heads, num, dim, dtype, seed + 1)
@@ -169,16 +218,19 @@ def lever(batch=2, heads=2, num=90, dim=64, dtype=torch.float32, kind="left", se
     close(got, lambda to: geometry.leverage_scores(keys.to(to), size, method, mask=mask, centre=centre), tiny)
 
 
-OF_KEYS, OF_QUERIES = (keydiff, manifold, lever), (window, expected, mass, peaks, attended)
+OF_KEYS, OF_QUERIES = (keydiff, manifold, lever), (window, ahead, expected, mass, peaks, kept, attended)
 each_kernel = pytest.mark.parametrize("kernel", (*OF_KEYS, *OF_QUERIES), ids=lambda kernel: kernel.__name__)
 SOFTCAPS = st.sampled_from([None, 3.0])
+TURNED = st.sampled_from([None, "halves", "part"])
 OWN = {  # what else is drawn for a kernel
-    keydiff: {"anchor": st.sampled_from(ANCHORS), "distance": st.sampled_from(DISTANCES)},
+    keydiff: {"anchor": st.sampled_from(ANCHORS), "distance": st.sampled_from(DISTANCES), "turned": TURNED},
     manifold: {"window": st.none() | st.integers(1, 22), "metric": st.sampled_from(geometry.METRICS)},
     window: {"asking": st.integers(1, 5), "mass": st.booleans(), "padding": st.booleans(), "softcap": SOFTCAPS},
+    ahead: {"turned": st.sampled_from(["halves", "part"])},
     expected: {},
     mass: {"chunk": st.integers(1, 22), "softcap": SOFTCAPS},
     peaks: {"asking": st.integers(1, 9), "softcap": SOFTCAPS},
+    kept: {"pool": st.sampled_from([1, 3, 5]), "every_": st.integers(1, 8)},
     attended: {"softcap": SOFTCAPS},
 }
 
@@ -232,9 +284,11 @@ def test_any_case(kernel, groups, num, kind, dtype, seed, data):
 # KeyDiff and ManifoldKV
 
 
-@pytest.mark.parametrize("distance, anchor, dtype", covering(DISTANCES, ANCHORS, DTYPES, together=1))
-def test_keydiff(anchor, distance, dtype):
-    keydiff(anchor=anchor, distance=distance, dtype=dtype)
+@pytest.mark.parametrize(
+    "distance, anchor, dtype, turned", covering(DISTANCES, ANCHORS, DTYPES, [None, "halves", "part"], together=1)
+)
+def test_keydiff(anchor, distance, dtype, turned):
+    keydiff(anchor=anchor, distance=distance, dtype=dtype, turned=turned)
 
 
 @pytest.mark.parametrize("width, metric, dtype", covering([None, 16, 30, 500], geometry.METRICS, DTYPES, together=1))
@@ -309,6 +363,33 @@ def test_z_scores(kind, monkeypatch):
     got = z_scores.z_scores(scores.masked_fill(~mask, float("nan")), mask)
     close(got, lambda to: reference.z_scores(scores.to(to), mask), 3e-6)
     assert (got[~mask.expand_as(got)] == 0).all()
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("asked", [False, True])
+def test_sum_of_z_scores(asked, kind, monkeypatch):
+    monkeypatch.setattr(z_scores, "BLOCK", 32)
+    unlike, memory, expected = torch.randn(3, 2, 2, 75, generator=torch.Generator().manual_seed(0))
+    unlike, memory, expected = unlike - 3, torch.where(memory < 0, 0.0, memory), expected.exp() if asked else None
+    valid = every(make_mask(kind, 2, 2, 75), unlike)
+    memory[1, 1], given = 0.0, (unlike, memory) if expected is None else (unlike, memory, expected)
+    got = z_scores.needed_scores(*(one.masked_fill(~valid, torch.nan) for one in given), *[None] * (not asked), valid)
+    close(got, lambda to: reference.needed_scores(*(one.to(to) for one in given), *[None] * (not asked), valid), 3e-6)
+    assert (got[~valid] == 0).all()
+
+
+@pytest.mark.parametrize("few", [0, 4096])
+@pytest.mark.parametrize("kind", MASKS)
+def test_order(kind, few, monkeypatch):
+    monkeypatch.setattr(order, "FEW", few)
+    monkeypatch.setattr(order, "BLOCK", 64)
+    draw = torch.Generator().manual_seed(0)
+    positions = torch.stack([torch.randperm(150, generator=draw) for _ in range(4)]).int().view(2, 2, 150)
+    chosen, but = every(make_mask(kind, 2, 2, 150), positions), torch.rand(2, 2, 150, generator=draw) > 0.5
+    for skipped in (None, but):
+        meant = chosen if skipped is None else chosen & ~skipped
+        got, counts = order.in_order(positions, chosen, skipped)
+        assert torch.equal(got, reference.in_order(positions, meant)) and torch.equal(counts, meant.sum(-1))
 
 
 # Compactor

@@ -10,6 +10,7 @@ import fastkv
 from fastkv import ops, reference
 from fastkv.ops.operator import flat, restored
 from fastkv.reference import Centroids, LayerState, Moments, Recovery, Slots
+from fastkv.rotary import Rotary
 from perf.micro.states import filled
 
 from .models import build, generate, prompt
@@ -92,8 +93,23 @@ def token():
     return randn(B, HKV, 1, D, seed=8), randn(B, HKV, 1, D, seed=9)
 
 
+def remembering(ragged=False):
+    """A layer whose policy remembers a number with each token."""
+    state = layer(ragged)
+    state.exact.positions %= C
+    state.exact.memory = torch.zeros(state.exact.positions.shape)
+    return state
+
+
 def candidates():
     return torch.arange(C, dtype=torch.int32).repeat(B, HKV, 1), torch.rand(B, HKV, C) > 0.2
+
+
+def stored(num, memory=True):
+    """The first slots of a layer, the numbers that a policy stored there, and lengths."""
+    exact = remembering().exact
+    known = (part[:, :, :num] for part in (exact.keys, exact.values, exact.positions, exact.memory))
+    return *[*known][: 3 + memory], *[None] * (not memory), exact.lengths
 
 
 def compaction(new):
@@ -165,6 +181,32 @@ CASES = {  # the name of the operator, and what is special about the case
     ),
     "slot_signals": lambda b: case(candidates()[0], layer(parts=5), make_spec(spare=3, sinks=1, recent=2, backend=b)),
     "slot_signals of less": lambda b: case(candidates()[0], layer(attention=False), make_spec(spare=3, backend=b)),
+    "blocks_of": lambda b: case(
+        randn(7, HKV * G, D), randn(7, HKV, D), randn(7, HKV, D, seed=1), torch.tensor([[0, 1, 2], [5, 6, 5]]),
+        backend=b,
+    ),
+    "of_blocks": lambda b: case(
+        randn(2, HKV * G, 3, D), torch.tensor([0, 1, 2, 5, 6]), torch.tensor([0, 0, 0, 1, 1]),
+        torch.tensor([0, 1, 2, 0, 1]), torch.zeros(7, HKV * G, D), backend=b,
+    ),
+    "candidates": lambda b: case(
+        *stored(C), *block()[:2], torch.tensor([[False, True, True]]), torch.tensor([16]), 2, 5, backend=b
+    ),
+    "candidates of a first block": lambda b: case(
+        *stored(0, False), *block()[:2], torch.tensor([[True, True, False]]), torch.tensor([0]), 1, 1, backend=b
+    ),
+    "copy_rows": lambda b: case(
+        torch.arange(96, dtype=torch.uint8).view(3, 32), torch.zeros(16, dtype=torch.uint8),
+        torch.tensor([[0], [8], [0], [8], [0], [4]]), None, torch.tensor([2, 1]), 1, 1, 2048, False,
+    ),
+    "memorise": lambda b: case(
+        torch.rand(B, HKV, C), candidates()[0].flip(-1), torch.ones(B, HKV, C, dtype=torch.bool), remembering(),
+        make_spec(backend=b),
+    ),
+    "memorise in unequal heads": lambda b: case(
+        torch.rand(B, HKV, C), candidates()[0].flip(-1), torch.ones(B, HKV, C, dtype=torch.bool), remembering(True),
+        make_spec(backend=b),
+    ),
     "compact": lambda b: case(*compaction(T), block(), layer(), make_spec(backend=b)),
     "compact without a block": lambda b: case(*compaction(0), None, layer(), make_spec(backend=b)),
     "evict": lambda b: shrink(layer(), b, randn(B, HKV, C)),
@@ -174,6 +216,10 @@ CASES = {  # the name of the operator, and what is special about the case
         randn(B, HKV, C), *candidates(), torch.zeros(B, HKV, C, dtype=torch.bool), 4, backend=b
     ),
     "keydiff_scores": lambda b: case(randn(B, HKV, C, D), mask=candidates()[1], backend=b),
+    "keydiff_scores before the rotary embedding": lambda b: case(
+        randn(B, HKV, C, D), mask=candidates()[1], positions=candidates()[0], rotary=Rotary(torch.ones(2), 1.2),
+        backend=b,
+    ),
     "manifold_scores": lambda b: case(randn(B, HKV, C, D), mask=candidates()[1], backend=b),
     "sketch": lambda b: case(randn(B, HKV, C, D), 4, "cholesky", 0),
     "sketched_leverage": lambda b: case(
@@ -182,6 +228,10 @@ CASES = {  # the name of the operator, and what is special about the case
     "noncausal_attention_mass": lambda b: case(randn(B, HKV * G, C, D), randn(B, HKV, C, D), 0.3, 4, backend=b),
     "noncausal_attention_mass with sinks": lambda b: case(
         randn(B, HKV * G, C, D), randn(B, HKV, C, D), 0.3, 4, sink_logits=randn(HKV * G), backend=b
+    ),
+    "every_query": lambda b: case(randn(B, HKV * G, T, D), candidates()[1], 2, backend=b),
+    "peaks_to_keep": lambda b: case(
+        torch.rand(B, HKV, C), randn(B, HKV, C, D), torch.rand(B, HKV, C), *candidates(), 3, backend=b
     ),
     "peak_attention": lambda b: case(
         randn(B, HKV * G, T, D), randn(B, HKV, C, D), 0.3, valid=candidates()[1],
@@ -195,8 +245,15 @@ CASES = {  # the name of the operator, and what is special about the case
         query_valid=torch.ones(B, T, dtype=torch.bool), log_mass=randn(B, HKV * G, T), backend=b,
     ),
     "moment_scores": lambda b: case(torch.rand(B, HKV, C), *pairs(C), evicted(7, 12), 0.3, backend=b),
+    "queries_ahead": lambda b: case(
+        randn(B, HKV * G, T, D), *candidates(), Rotary(torch.ones(2), 1.2), 9, 1, backend=b
+    ),
     "expected_attention": lambda b: case(
-        randn(B, HKV, C, D), randn(B, HKV * G, 1, D), randn(B, HKV * G, D, D), 0.3, valid=candidates()[1], backend=b
+        *pairs(C), randn(B, HKV * G, 1, D), randn(B, HKV * G, D, D), torch.ones(B, 1, 1, dtype=torch.int64), 0.3, 0.1,
+        valid=candidates()[1], backend=b
+    ),
+    "needed_scores": lambda b: case(
+        randn(B, HKV, C), randn(B, HKV, C, seed=1), torch.rand(B, HKV, C), candidates()[1], backend=b
     ),
     "z_scores": lambda b: case(randn(3, B, HKV, C), candidates()[1], backend=b),
     "select_each": lambda b: case(

@@ -13,12 +13,13 @@ import fastkv
 from fastkv import ops
 from fastkv.cache import CacheWorkspace
 from fastkv.cache.layer import evict
+from fastkv.cache.layout import Layout
 from fastkv.cache.pages import ALIGNMENT, PagedBlocks, PagedLayer, PagedRule, PageFormat
 from fastkv.config import Config
 from fastkv.kernels import operations
 from fastkv.kernels._attention import _home, _page
 from fastkv.ops.operator import flat
-from fastkv.reference import LayerState
+from fastkv.reference import FORMATS, LayerState, Spec
 
 from .pairwise import covering
 from .states import BACKENDS, assert_same, copied, in_pages
@@ -240,3 +241,26 @@ def test_pages_are_aligned_and_disjoint():
         ends = first + tensor[0].numel() * tensor.itemsize
         assert tensor.dtype == dict(state.named_tensors())[name].dtype and not tensor.any()
     assert ends <= form.nbytes < ends + 128
+
+
+@pytest.mark.parametrize("slots", ["model", "int4"])
+@pytest.mark.parametrize("tokens", [(6, 6), (5, 9)])
+def test_copies_of_rows(tokens, slots):
+    """One launch copies the bits that torch would, and puts them back; of unequal heads, those of their own slots."""
+    known = dict(mean=7, spare=3, attention=True, memory=True, format=FORMATS[slots])
+    like = torch.empty(1, 2, 0, 32, dtype=torch.bfloat16)
+    form = PageFormat.of(Layout(tokens, fastkv.corrections.get("centroids"), **known).allocate(like, like))
+    state = form.view(torch.randint(0, 120, (PAGES, form.nbytes + 32), dtype=torch.uint8))
+    if state.exact.starts is not None:
+        state.exact.starts.copy_(form.template.exact.starts)
+    chosen = state.at(torch.tensor(ROWS))
+    expected, got = chosen.taken(equal=True), ops.taken(chosen, Spec(0.3, backend="triton"), equal=True)
+    own = torch.arange(max(tokens) + 3) < torch.tensor(tokens)[:, None] + 3
+    for (name, one), (other, same) in zip(got.named_tensors(), expected.named_tensors(), strict=True):
+        inside = own if name in state.SLABS else ...
+        assert name == other and torch.equal(one[:, inside], same[:, inside]) and one.is_contiguous()
+        one.view(torch.uint8).bitwise_xor_(1)
+    twin = form.view(state.pages.clone())
+    twin.at(chosen.rows).put(got)
+    ops.put(chosen, got)
+    assert torch.equal(state.pages, twin.pages) and not torch.equal(got.exact.keys, expected.exact.keys)

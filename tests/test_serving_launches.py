@@ -21,12 +21,12 @@ from .test_serving_batch import described, only
 
 HQ, HKV, DIM, BLOCK, EVERY = 8, 2, 32, 64, 16
 LAUNCHES = {  # of a step in which prompts begin, of one that reads their ends, before one where an eviction is due
-    ("keydiff", "uniform"): (29, 42, 7),
-    ("keydiff", "calibrated"): (81, 87, 27),
-    ("momentkv", "uniform"): (41, 101, 12),
-    ("snapkv", "uniform"): (32, 75, 5),
-    ("fastkv", "uniform"): (190, 203, 52),
-    ("fastkv", "calibrated"): (270, 284, 110),
+    ("keydiff", "uniform"): (10, 14, 5),
+    ("keydiff", "calibrated"): (12, 14, 5),
+    ("momentkv", "uniform"): (12, 63, 5),
+    ("snapkv", "uniform"): (11, 45, 3),
+    ("fastkv", "uniform"): (23, 26, 9),
+    ("fastkv", "calibrated"): (24, 28, 9),
 }
 
 

@@ -130,10 +130,9 @@ def watched(chosen, correction, sinks):
     cache.allocate(HQ, k, v, 40)
     rule, real = cache.configure(Attends(0.3, sink_logits=sinks)), torch.ones(B, 40, dtype=torch.bool)
     cache.read(q, k, v, real)
-    state, block = cache.state, (k[:, :, :6], v[:, :, :6], torch.arange(40, 46).int().expand(B, HKV, 6), real[:, :6])
-    told = signals.candidates(state, block, rule)
-    state.seen += 6
-    *_, mass = ops.prefill_attention(q[:, :, :6], *block[:2], real[:, :6], state, rule.spec)
+    state, block = cache.state, (k[:, :, :6], v[:, :, :6], real[:, :6])
+    told = signals.candidates(state, *block, rule)
+    *_, mass = ops.prefill_attention(q[:, :, :6], *block, state, rule.spec)
     return signals.observe(told, q[:, :, :6], real[:, :6], state, rule, mass), state, rule, q[:, :, :6]
 
 

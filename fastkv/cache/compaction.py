@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .. import ops
 from ..corrections import Pairs
@@ -36,7 +33,7 @@ def store(
         _store_in_slabs(state, signals, selection, num, rule, full)
     if state.approx is None:  # else `key_only.place` has put everything where tokens lie
         exact.filled = exact.limit - layout.spare if full else exact.filled + num
-        memorise(state, signals)
+        memorise(state, signals, rule)
     for slots in state.tiers.values():  # what they receive is added up anew
         if slots.attention is not None:
             slots.attention.zero_()
@@ -83,36 +80,11 @@ def remember(state: LayerState, signals: Signals, kept: Tensor, most: int, rule:
         ops.remember(*pairs, signals.valid, kept, most, state, rule.spec)
 
 
-def memorise(state: LayerState, signals: Signals) -> None:
-    """Put what the policy remembers of the candidates where the tokens lie; 0 in slots that are not in use.
-
-    Where the batch lives in chosen rows of the state, there, and in no others.
-    """
-    slots = state.exact
-    if slots.memory is None:
-        return
-    if state.rows is None:
-        _memorise(slots, slots.memory, signals)
-        return
-    known = {"lengths": slots.lengths, "positions": slots.positions, "starts": slots.starts}
-    own = {name: part.index_select(0, state.rows) for name, part in known.items() if part is not None}
-    memory = slots.memory.index_select(0, state.rows)
-    _memorise(replace(slots, **own), memory, signals)  # type: ignore[arg-type]
-    slots.memory.index_copy_(0, state.rows, memory)
-
-
-def _memorise(slots: Slots, memory: Tensor, signals: Signals) -> None:
-    """`memorise` in the memory of these slots, [B, Hkv, C] or a slab [B, S]."""
-    assert signals.memory is not None
-    last = torch.iinfo(torch.int32).max
-    ordered, order = torch.where(signals.valid, signals.positions, last).sort(dim=-1)
-    place = torch.searchsorted(ordered, slots["positions"].contiguous()).clamp(max=ordered.shape[-1] - 1)
-    rows = torch.where(slots.valid, signals.memory.gather(-1, order).gather(-1, place), 0)
-    if slots.starts is not None:
-        pack(slots.starts, [(memory, pad(rows, (0, 1)))])  # it repeats the last one: 0, for tokens to come
-        return
-    memory.zero_()
-    memory[:, :, : slots.filled] = rows
+def memorise(state: LayerState, signals: Signals, rule: LayerConfig) -> None:
+    """Put what the policy remembers of the candidates where the tokens lie."""
+    if state.exact.memory is not None:
+        assert signals.memory is not None
+        ops.memorise(signals.memory, signals.positions, signals.valid, state, rule.spec)
 
 
 def match(candidates: Signals, reread: Reread, state: LayerState, rule: LayerConfig) -> None:

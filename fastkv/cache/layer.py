@@ -325,7 +325,8 @@ def evict(state: LayerState, rule: LayerConfig, anew: bool = False) -> None:
             return
         unread = [] if rule.config.policy.moments.order is not None else ["moments"]
         unread += [] if state.parts is None else [state.parts.kind]
-        copied = state.taken(but=("seen", "exact.lengths", "exact.attention", *unread))
+        but = ("seen", "exact.lengths", "exact.attention", *unread)
+        copied = ops.taken(state, rule.spec, but, rule.layout.fixed)
     candidates, guard = signals.of_slots(state, copied, rule)
     candidates, scores = signals.score(candidates, rule)
     if anew or state.approx is not None:
@@ -341,7 +342,7 @@ def evict(state: LayerState, rule: LayerConfig, anew: bool = False) -> None:
     ops.evict(scores, chosen, state, rule.spec)
     if state.rows is None:  # else other rows have more
         exact.filled = exact.limit - spare
-    compaction.memorise(state, candidates)
+    compaction.memorise(state, candidates, rule)
 
 
 def _evicts_in_place(state: LayerState, rule: LayerConfig) -> bool:

@@ -65,6 +65,11 @@ class Layout:
         return self.adaptive or self.shared or len(set(self.tokens)) > 1
 
     @property
+    def fixed(self) -> bool:
+        """Whether the layer knows how many slots each head has, so that they need not stand with the slots."""
+        return not self.adaptive and not self.approx
+
+    @property
     def least(self) -> int:
         """Tokens that every head keeps, whatever the others do: below it nothing is selected."""
         return min(self.tokens)

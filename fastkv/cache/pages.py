@@ -62,6 +62,7 @@ class PageFormat:
             first, shape = self.places[name], like.shape[1:]
             stretch = pages[:, first : first + prod(shape) * like.itemsize].view(like.dtype)
             state.replace(name, stretch.unflatten(1, shape) if shape else stretch[:, 0])
+        state.pages = pages
         return state
 
     def allocate(self, number: int, device: torch.device | str) -> LayerState:
@@ -190,20 +191,12 @@ class PagedBlocks:
         own = starts[sequence] + within
         return cls(lengths, before, index, valid, tokens, own, sequence, within)
 
-    def gathered(self, part: Tensor, heads: Tensor) -> Tensor:
-        """Of all tokens of the batch, [..., H, D], these: [R, H, T, D], contiguous as kernels want them.
-
-        Args: heads: [H, 1] int64, their numbers.
-        """
-        return part[self.tokens[:, None], heads]
-
 
 class PagedLayer:
     """What `LayerCache` is for a batch in lock-step: every sequence has a clock of its own, which starts at the end of
     its prompt, and what becomes of it does not depend on the others. A row is the number of a sequence's page.
 
     Attributes: state: views of all pages.  rule: how the layer attends and evicts.  num_heads: of queries.
-        heads: [H, 1] int64, the numbers of the heads of queries, keys and values.
         starts: [1, Hkv + 1] of a page without tokens, by tier.
     """
 
@@ -222,8 +215,6 @@ class PagedLayer:
         self.state = paged.form.view(pages)
         self.state.sink_logits = sink_logits
         self.pages = pages[:, : paged.form.nbytes]
-        queries, keys = (torch.arange(n, device=pages.device)[:, None] for n in (num_heads, self.state.heads))
-        self.heads = queries, keys, keys
         empty = paged.form.allocate(1, pages.device)
         self.rule.layout.clear(empty)
         self.starts = {tier: slots.starts.clone() for tier, slots in empty.tiers.items() if slots.starts is not None}
@@ -246,15 +237,15 @@ class PagedLayer:
         Args: all tokens of the batch: q [N, Hq, D], k, v [N, Hkv, D], out [N, Hq, Dv].
         """
         chosen, valid = self.state.at(blocks.index), blocks.valid
-        own = chosen.taken()
+        own = ops.taken(chosen, self.rule.spec, equal=self.rule.layout.fixed)
         for slots in own.tiers.values():
             slots.limit = self._limit(slots, blocks)
             slots.filled = min(max(blocks.before), slots.limit - self.rule.layout.spare * (slots is own.exact))
-        q, k, v = (blocks.gathered(part, heads) for part, heads in zip((q, k, v), self.heads))
+        q, k, v = ops.blocks_of(q, k, v, blocks.tokens, backend=self.rule.spec.backend)
         result, mass = attend_block(own, q, k, v, valid, self.rule)
         absorb_block(own, q, k, v, valid, self.rule, mass=mass)
-        chosen.put(own)
-        out.index_copy_(0, blocks.own, result.transpose(1, 2)[blocks.sequence, blocks.within])
+        ops.put(chosen, own)
+        ops.of_blocks(result, blocks.own, blocks.sequence, blocks.within, out, backend=self.rule.spec.backend)
 
     def _limit(self, slots: Slots, blocks: PagedBlocks) -> int:
         """Slots of the head that has most. The host waits for the device where heads have traded slots."""

@@ -53,10 +53,7 @@ def absorb_block(
     reread: what is known of the block where it was read twice. mass: of `attend_block`.
     """
     num = k.shape[2]
-    # Padding gets the position of the token before it; it is never valid, so this is never read.
-    positions = (state.seen[:, None] + valid.cumsum(-1) - 1)[:, None].expand(-1, k.shape[1], -1).to(torch.int32)
-    state.seen += valid.sum(-1)
-    candidates = signals.candidates(state, (k, v, positions, valid), rule)
+    candidates = signals.candidates(state, k, v, valid, rule)
     full = state.exact.filled + num > rule.layout.least
     if full or rule.layout.memory:
         candidates, scores = signals.score(signals.of_block(candidates, q, valid, state, rule, reread, mass), rule)

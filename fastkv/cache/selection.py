@@ -19,6 +19,8 @@ FLOOR = 0.2  # of the mean budget, what every head keeps in any case (Ada-KV, ar
 
 def protected(signals: Signals, seen: Tensor, rule: LayerConfig) -> Tensor:
     """[B, Hkv, N] bool, candidates that no policy may evict; seen [B]: true tokens absorbed, candidates included."""
+    if signals.guard is not None:
+        return signals.guard
     return ops.protected(signals.positions, seen, rule.spec.sinks, rule.spec.recent)
 
 
@@ -45,7 +47,7 @@ def keep_in_rounds(signals: Signals, scores: Tensor, seen: Tensor, rule: LayerCo
     """
     policy, rounds = rule.config.policy, rule.config.policy.moments.rounds
     left, count = signals, signals.valid.sum(-1)
-    excess = (count - _counts(_wanted(rule), count.device)).clamp(min=0)
+    excess = (count - _counts(_wanted(rule), len(count), count.device)).clamp(min=0)
     for coming in range(rounds - 1, 0, -1):
         kept = keep_best(left, scores, seen, rule, more=excess * coming // rounds).kept
         gone = signals.valid & ~kept
@@ -67,9 +69,9 @@ def keep_slots(signals: Signals, scores: Tensor, guard: Tensor, state: LayerStat
     Args: scores [B, Hkv, N] of all slots; guard [B, Hkv, N] bool, those that no policy may evict.
     """
     starts = state.exact.starts
-    choice = (scores, signals.positions, signals.valid, guard)
     if starts is None:
-        return ops.select(*choice, rule.layout.least, backend=signals.layer.backend)
+        return _each(signals, scores, guard, rule.layout.tokens)
+    choice = (scores, signals.positions, signals.valid, guard)
     return ops.select_each(*choice, starts.diff(dim=-1) - rule.layout.spare, backend=signals.layer.backend)
 
 
@@ -93,15 +95,14 @@ def _each(
     choice, backend = (scores, signals.positions, signals.valid, guard), signals.layer.backend
     if more is None and len(set(tokens)) == 1:
         return ops.select(*choice, tokens[0], backend=backend)
-    numbers = _counts(tokens, scores.device)
-    numbers = numbers.expand(len(scores), -1) if more is None else numbers + more
-    return ops.select_each(*choice, numbers, backend=backend)
+    numbers = _counts(tokens, len(scores), scores.device)
+    return ops.select_each(*choice, numbers if more is None else numbers + more, backend=backend)
 
 
 @functools.lru_cache(maxsize=1024)
-def _counts(tokens: tuple[int, ...], device: torch.device) -> Tensor:
-    """[Hkv] int64, sent to the device once, not at every eviction."""
-    return torch.tensor(tokens, device=device)
+def _counts(tokens: tuple[int, ...], batch: int, device: torch.device) -> Tensor:
+    """[B, Hkv] int64, sent to the device once, not at every eviction."""
+    return torch.tensor([tokens] * batch, device=device)
 
 
 def _adaptive(

@@ -13,16 +13,24 @@ from ..reference import LayerState, compute_dtype, joined
 from . import key_only
 from .layout import LayerConfig
 
-Block = tuple[Tensor, Tensor, Tensor, Tensor]
 Tokens = tuple[Tensor, Tensor, Tensor]
 QUERY_CHUNK = 256  # queries observed at once where a policy watches all of them
 
 
-def candidates(state: LayerState, block: Block, rule: LayerConfig) -> Signals:
-    """The tokens in the slots, then those of a block: k, v [B, Hkv, T, D], positions [B, Hkv, T] and valid [B, T]."""
-    k, v, positions, valid = block
-    real = joined(*(slots.valid for slots in state.tiers.values()), valid[:, None].repeat(1, k.shape[1], 1))
-    return _signals(state, [*_stored(state, rule), (k, v, positions)], real, rule, decoding=False)
+def candidates(state: LayerState, k: Tensor, v: Tensor, valid: Tensor, rule: LayerConfig) -> Signals:
+    """The tokens in the slots, then those of a block, k, v [B, Hkv, T, D] and valid [B, T], which count as seen."""
+    exact, spec = state.exact, rule.spec
+    stored, memory = _stored(state, rule), _memory(state, rule)
+    keys, values, positions = (joined(*same) for same in zip(*stored))
+    slots, block = (keys, values, positions, memory, exact.lengths), (k, v, valid, state.seen)
+    made = ops.candidates(*slots, *block, spec.sinks, spec.recent, backend=spec.backend)
+    keys, values, positions, real, guard, memory, seen = made
+    if state.approx is not None:
+        real[:, :, : exact.filled + state.approx.filled] = joined(*(slots.valid for slots in state.tiers.values()))
+    state.seen.copy_(seen)
+    keys, values = (new if not len(both) else both for both, new in ((keys, k), (values, v)))
+    signals = _signals(state, (keys, values, positions), real, memory, rule, decoding=False)
+    return replace(signals, guard=guard)
 
 
 def of_slots(state: LayerState, copied: LayerState, rule: LayerConfig) -> tuple[Signals, Tensor]:
@@ -34,7 +42,8 @@ def of_slots(state: LayerState, copied: LayerState, rule: LayerConfig) -> tuple[
     stored = _stored(copied, rule)
     positions = joined(*(part[2] for part in stored))
     valid, guard, attention, queried = ops.slot_signals(positions, state, rule.spec)
-    signals = _signals(copied, stored, valid, rule, decoding=True)
+    tokens = joined(*(part[0] for part in stored)), joined(*(part[1] for part in stored)), positions
+    signals = _signals(copied, tokens, valid, _memory(copied, rule), rule, decoding=True)
     if rule.layout.attention and rule.plan.kv_sharers:
         looks = 1 + rule.plan.kv_sharers  # at every token: each layer that shares the keys has queries of its own
         attention, queried = attention / looks, queried * looks
@@ -51,15 +60,16 @@ def _stored(state: LayerState, rule: LayerConfig) -> list[Tokens]:
     return stored if state.approx is None else [*stored, key_only.recovered(state.approx, exact, rule)]
 
 
-def _signals(state: LayerState, tokens: list[Tokens], valid: Tensor, rule: LayerConfig, decoding: bool) -> Signals:
-    """What every policy is told of tokens: those of the tiers, then perhaps a block."""
-    spec = rule.spec
-    keys, values, positions = (joined(*same) for same in zip(*tokens))
-    memory = None
-    if rule.layout.memory:
-        known = [slots["memory"] for slots in state.tiers.values()]
-        new = [part[0].new_zeros(part[0].shape[:3], dtype=torch.float32) for part in tokens[len(known) :]]
-        memory = joined(*known, *new)
+def _memory(state: LayerState, rule: LayerConfig) -> Tensor | None:
+    """What the policy has stored with the tokens in the slots of each tier; None if it stores nothing."""
+    return joined(*(slots["memory"] for slots in state.tiers.values())) if rule.layout.memory else None
+
+
+def _signals(
+    state: LayerState, tokens: Tokens, valid: Tensor, memory: Tensor | None, rule: LayerConfig, decoding: bool
+) -> Signals:
+    """What every policy is told of tokens: keys, values and positions, which are real, and what it stored with them."""
+    spec, (keys, values, positions) = rule.spec, tokens
     return Signals(
         keys=keys,
         values=values,
@@ -79,7 +89,7 @@ def _signals(state: LayerState, tokens: list[Tokens], valid: Tensor, rule: Layer
             spec.backend,
         ),
         decoding=decoding,
-        memory=memory,
+        memory=memory if rule.layout.memory else None,
     )
 
 

@@ -1,12 +1,13 @@
 """The attention that Gaussian queries are expected to give each key (Expected Attention, arXiv:2510.00636).
 
-    logit_i = s (m.k_i + s/2 k_i.C k_i);   attention_i = mean over the query heads of softmax_i(logit)
+    logit_i = s (m.k_i + s/2 k_i.C k_i);   expected_i = (epsilon + mean over the query heads of softmax_i(logit)) |v_i|
 
-Twin of `reference.expected_attention`. Launches: programs of the first take a tile of keys and multiply it with the
-covariance C of one query head; those of the second find the largest logit of a query head and the sum of its weights;
-those of the third add up the weights of the query heads of a KV head.
+Twins of `reference.queries_ahead`, which finds m and C, and of `reference.expected_attention`. Launches of the latter:
+programs of the first take a tile of keys and multiply it with the covariance C of one query head; those of the second
+find the largest logit of a query head and the sum of its weights; those of the third add up the weights of the query
+heads of a KV head.
 Bytes per KV head with G query heads: 2 G N D for keys in half precision, 4 G D^2 for covariances, which every tile
-reads again from L2, and 16 G N for logits.
+reads again from L2, 2 N D for values, and 16 G N for logits.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..errors import check_groups
+from ..errors import check_groups, check_shape
+from ..rotary import Rotary
 from ._arguments import View
 from ._attention import _dot32, _sum_products
 from ._launch import check_head_dim, check_like, pow2, stages
+from ._rotary import Pairing, Turn, _cos_sin, _members
 
 TILES = {64: (32, 16, 4), 128: (32, 16, 4), 256: (32, 32, 8), 512: (16, 32, 8)}  # padded D -> keys, rows of C, warps
 BLOCK = 1024
+KEYS = 128  # that a program weighs
+COLUMNS = tl.constexpr(32)  # numbers of a value at once
+ROWS = {16: (32, 4), 32: (32, 4), 64: (32, 4), 128: (16, 8), 256: (16, 8)}  # pairs of a head -> queries at once, warps
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 class Tile(NamedTuple):
@@ -84,24 +91,199 @@ def _sum_kernel(logits_ptr, sums_ptr, N, G: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(sums_ptr + head * 2 + 1, 1.0 / tl.where(total > 0, total * G, 1.0))
 
 
+@triton.jit
+def _lengths(values, kv, index, N, HEADS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """|v| of the values `index` of a KV head, of all sequences; 0 beyond N."""
+    values_ptr = values.ptr + (kv // HEADS) * values.stride_b + (kv % HEADS) * values.stride_h
+    squares = tl.zeros([index.shape[0]], tl.float32)
+    for first in range(0, D, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        spot = values_ptr + index.to(tl.int64)[:, None] * values.stride_t + column[None, :]
+        v = tl.load(spot, mask=(index < N)[:, None] & (column < D)[None, :], other=0.0).to(tl.float32)
+        squares += tl.sum(v * v, 1)
+    return tl.sqrt(squares)
+
+
 @triton.jit(do_not_specialize=["N"])
-def _weight_kernel(logits_ptr, sums_ptr, attention_ptr, N, G: tl.constexpr, BLOCK: tl.constexpr):
+def _weight_kernel(
+    logits_ptr, sums_ptr, values: View, count_ptr, expected_ptr, epsilon, N, HEADS: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     kv = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    asked = tl.load(count_ptr + kv // HEADS) > 0
     weights = tl.zeros([BLOCK], tl.float32)
     for member in range(0, G):
         head = kv * G + member
         logits = tl.load(logits_ptr + head * N + index, mask=index < N, other=-float("inf"))
         weights += tl.exp(logits - tl.load(sums_ptr + head * 2)) * tl.load(sums_ptr + head * 2 + 1)
-    tl.store(attention_ptr + kv * N + index, weights, mask=index < N)
+    known = tl.maximum((weights + epsilon) * _lengths(values, kv, index, N, HEADS, D, COLUMNS), TINY)
+    tl.store(expected_ptr + kv * N + index, tl.where(asked, known, 0.0), mask=index < N)
 
 
-def expected_attention(keys: Tensor, mean: Tensor, covariance: Tensor, scale: float, *, valid: Tensor) -> Tensor:
+class AheadTile(NamedTuple):
+    """Constants of a launch: query heads and KV heads, numbers of a head; pairs of all, padded, of a program's columns,
+    queries at once; `Pairing`.
+    """
+
+    HEADS: int
+    KV: int
+    D: int
+    PAIRS: int
+    COLUMNS: int
+    ROWS: int
+    R: int
+    START: int
+    INTERLEAVED: bool
+
+
+@triton.jit
+def _queries_back(queries_ptr, stride_t, row, asks, position, turn, pair, TILE: tl.constexpr):
+    """Both members of some pairs of queries as they were before they were turned, 0 where not asked."""
+    R: tl.constexpr = TILE.R
+    D: tl.constexpr = TILE.D
+    one, two = _members(pair, R, TILE.START, TILE.INTERLEAVED)
+    inside = asks[:, None] & (pair < D // 2)[None, :]
+    row_ptr = queries_ptr + row.to(tl.int64)[:, None] * stride_t
+    first = tl.load(row_ptr + one[None, :], mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(row_ptr + two[None, :], mask=inside, other=0.0).to(tl.float32)
+    turned = pair < R // 2
+    frequency = tl.load(turn.frequencies_ptr + pair, mask=turned, other=0.0)
+    cos, sin = _cos_sin(position.to(tl.float32)[:, None] * frequency[None, :])
+    cos, sin = tl.where(turned[None, :], cos / turn.scaling, 1.0), sin / turn.scaling
+    return first * cos + second * sin, second * cos - first * sin
+
+
+@triton.jit
+def _asking(turn, valid_ptr, own, row, T, sinks):
+    """Positions of queries of a block, 0 beyond it, which of them are real, and which are asked."""
+    position = tl.load(turn.positions_ptr + own + row, mask=row < T, other=0)
+    real = tl.load(valid_ptr + own + row, mask=row < T, other=0) != 0
+    return position, real, real & (position >= sinks)
+
+
+@triton.jit
+def _at(all, pair, column):
+    """The numbers `column` of those of all pairs."""
+    return tl.sum(tl.where(pair[:, None] == column[None, :], all[:, None], 0.0), 0)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def _ahead_kernel(
+    queries: View, valid_ptr, turn: Turn, mean_ptr, covariance_ptr, count_ptr, T, N, horizon, sinks, TILE: tl.constexpr
+):
+    HEADS: tl.constexpr = TILE.HEADS
+    D: tl.constexpr = TILE.D
+    PAIRS: tl.constexpr = TILE.PAIRS
+    COLUMNS: tl.constexpr = TILE.COLUMNS
+    ROWS: tl.constexpr = TILE.ROWS
+    R: tl.constexpr = TILE.R
+    head = tl.program_id(0).to(tl.int64)  # of queries, of all sequences
+    own = head // HEADS * TILE.KV * N + N - T  # the block, of the first KV head
+    queries_ptr = queries.ptr + (head // HEADS) * queries.stride_b + (head % HEADS) * queries.stride_h
+    pair, column = tl.arange(0, PAIRS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    first_mean = tl.zeros([PAIRS], tl.float32)
+    second_mean = tl.zeros([PAIRS], tl.float32)
+    count = tl.zeros([], tl.int32)
+    newest = tl.full([], -1, tl.int32)
+    for start in range(0, T, ROWS):
+        row = start + tl.arange(0, ROWS)
+        position, real, asks = _asking(turn, valid_ptr, own, row, T, sinks)
+        newest = tl.maximum(newest, tl.max(tl.where(real, position, -1), 0))
+        count += tl.sum(asks.to(tl.int32), 0)
+        first, second = _queries_back(queries_ptr, queries.stride_t, row, asks, position, turn, pair, TILE)
+        first_mean += tl.sum(first, 0)
+        second_mean += tl.sum(second, 0)
+    number = tl.maximum(count, 1).to(tl.float32)
+    first_mean, second_mean = first_mean / number, second_mean / number
+    first_centre, second_centre = _at(first_mean, pair, column), _at(second_mean, pair, column)
+    one_one = tl.zeros([PAIRS, COLUMNS], tl.float32)
+    one_two = tl.zeros([PAIRS, COLUMNS], tl.float32)
+    two_one = tl.zeros([PAIRS, COLUMNS], tl.float32)
+    two_two = tl.zeros([PAIRS, COLUMNS], tl.float32)
+    for start in range(0, T, ROWS):
+        row = start + tl.arange(0, ROWS)
+        position, _, asks = _asking(turn, valid_ptr, own, row, T, sinks)
+        first, second = _queries_back(queries_ptr, queries.stride_t, row, asks, position, turn, pair, TILE)
+        first = tl.trans(tl.where(asks[:, None], first - first_mean[None, :], 0.0))
+        second = tl.trans(tl.where(asks[:, None], second - second_mean[None, :], 0.0))
+        left, right = _queries_back(queries_ptr, queries.stride_t, row, asks, position, turn, column, TILE)
+        left, right = left - first_centre[None, :], right - second_centre[None, :]
+        one_one += _dot32(first, left)
+        one_two += _dot32(first, right)
+        two_one += _dot32(second, left)
+        two_two += _dot32(second, right)
+
+    # The mean turn of what comes, and what it makes of C: R C R^T.
+    turned = pair < R // 2
+    frequency = tl.load(turn.frequencies_ptr + pair, mask=turned, other=0.0)
+    cos = tl.zeros([PAIRS], tl.float32)
+    sin = tl.zeros([PAIRS], tl.float32)
+    for start in range(0, horizon, ROWS):
+        step = start + 1 + tl.arange(0, ROWS)
+        more_cos, more_sin = _cos_sin((newest + step).to(tl.float32)[:, None] * frequency[None, :])
+        cos += tl.sum(tl.where((step <= horizon)[:, None], more_cos, 0.0), 0)
+        sin += tl.sum(tl.where((step <= horizon)[:, None], more_sin, 0.0), 0)
+    cos = tl.where(turned, cos / horizon * turn.scaling, 1.0)
+    sin = tl.where(turned, sin / horizon * turn.scaling, 0.0)
+    one, two = _members(pair, R, TILE.START, TILE.INTERLEAVED)
+    if tl.program_id(1) == 0:
+        mean_ptr += head * D
+        tl.store(mean_ptr + one, first_mean * cos - second_mean * sin, mask=pair < D // 2)
+        tl.store(mean_ptr + two, second_mean * cos + first_mean * sin, mask=pair < D // 2)
+        if head % HEADS == 0:
+            tl.store(count_ptr + head // HEADS, count.to(tl.int64))
+    one_left = one_one * cos[:, None] - two_one * sin[:, None]
+    one_right = one_two * cos[:, None] - two_two * sin[:, None]
+    two_left = two_one * cos[:, None] + one_one * sin[:, None]
+    two_right = two_two * cos[:, None] + one_two * sin[:, None]
+    left, right = _members(column, R, TILE.START, TILE.INTERLEAVED)
+    cos, sin = _at(cos, pair, column)[None, :] / number, _at(sin, pair, column)[None, :] / number
+    inside = (pair < D // 2)[:, None] & (column < D // 2)[None, :]
+    covariance_ptr += head * D * D
+    one_ptr, two_ptr = covariance_ptr + one[:, None] * D, covariance_ptr + two[:, None] * D
+    tl.store(one_ptr + left[None, :], one_left * cos - one_right * sin, mask=inside)
+    tl.store(one_ptr + right[None, :], one_right * cos + one_left * sin, mask=inside)
+    tl.store(two_ptr + left[None, :], two_left * cos - two_right * sin, mask=inside)
+    tl.store(two_ptr + right[None, :], two_right * cos + two_left * sin, mask=inside)
+
+
+def queries_ahead(
+    queries: Tensor, positions: Tensor, valid: Tensor, rotary: Rotary, horizon: int, sinks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.queries_ahead`: programs take some pairs of columns of the covariance of one query head.
+
+    Args: queries [B, Hq, T, D], unit stride along D; positions int32, valid bool [B, Hkv, N].
+    Cost: one launch, which reads the queries D / 32 times and four times; no host sync.
+    """
+    op, (batch, num_heads, num, dim) = "queries_ahead", queries.shape
+    check_head_dim(op, dim)
+    heads, candidates = valid.shape[1:]
+    valid = valid.contiguous()
+    check_like(op, (batch, heads, candidates), positions=positions, valid=valid)
+    assert queries.stride(-1) == 1 and num <= candidates
+    covariance = torch.empty(batch, num_heads, dim, dim, dtype=torch.float32, device=queries.device)
+    mean = torch.empty(batch, num_heads, 1, dim, dtype=torch.float32, device=queries.device)
+    count = torch.empty(batch, 1, 1, dtype=torch.int64, device=queries.device)
+    pairs = pow2(dim // 2, 16)
+    rows, num_warps = ROWS[pairs]
+    _ahead_kernel[batch * num_heads, triton.cdiv(dim // 2, 16)](
+        View.of(queries), valid.view(torch.uint8), Turn.of(positions, rotary), mean, covariance, count, num,
+        candidates, horizon, sinks, TILE=AheadTile(num_heads, heads, dim, pairs, 16, rows, *Pairing.of(rotary, dim)),
+        num_warps=num_warps, num_stages=1,
+    )  # fmt: skip
+    return mean, covariance, count
+
+
+def expected_attention(
+    keys: Tensor, values: Tensor, mean: Tensor, covariance: Tensor, count: Tensor, scale: float, epsilon: float, *,
+    valid: Tensor,
+) -> Tensor:  # fmt: skip
     """`reference.expected_attention`.
 
-    Args: keys [B, Hkv, N, D], unit stride along D; mean [B, Hq, 1, D] and covariance [B, Hq, D, D] fp32, contiguous;
-        valid [B, Hkv, N] bool.
-    Returns: [B, Hkv, N] fp32, 0 where not valid. Cost: three launches; no host sync.
+    Args: keys [B, Hkv, N, D], values [B, Hkv, N, Dv], unit stride along D; mean [B, Hq, 1, D], covariance [B, Hq, D, D]
+        fp32, contiguous; count [B, 1, 1] int64; valid [B, Hkv, N] bool.
+    Returns: [B, Hkv, N] fp32. Cost: three launches; no host sync.
     Raises: FastKVError for shapes or strides that do not fit.
     """
     op, (batch, heads, num, dim) = "expected_attention", keys.shape
@@ -110,12 +292,14 @@ def expected_attention(keys: Tensor, mean: Tensor, covariance: Tensor, scale: fl
     groups = check_groups(op, num_heads, heads)
     check_like(op, (batch, num_heads, 1, dim), mean=mean)
     check_like(op, (batch, num_heads, dim, dim), covariance=covariance)
+    check_like(op, (batch, 1, 1), count=count)
     valid = valid.contiguous()
     check_like(op, (batch, heads, num), valid=valid)
-    assert keys.stride(-1) == 1
-    attention = torch.empty(batch, heads, num, dtype=torch.float32, device=keys.device)
-    if not attention.numel():
-        return attention
+    check_shape(op, "values", values, (batch, heads, num, None))
+    assert keys.stride(-1) == values.stride(-1) == 1
+    found = torch.empty(batch, heads, num, dtype=torch.float32, device=keys.device)
+    if not found.numel():
+        return found
     padded = pow2(dim, 64)
     some, rows, num_warps = TILES[padded]
     logits = torch.empty(batch, num_heads, num, dtype=torch.float32, device=keys.device)
@@ -125,6 +309,7 @@ def expected_attention(keys: Tensor, mean: Tensor, covariance: Tensor, scale: fl
     )  # fmt: skip
     sums = torch.empty(batch, num_heads, 2, dtype=torch.float32, device=keys.device)
     _sum_kernel[(batch * num_heads,)](logits, sums, num, G=groups, BLOCK=BLOCK)
-    grid = batch * heads, triton.cdiv(num, BLOCK)
-    _weight_kernel[grid](logits, sums, attention, num, G=groups, BLOCK=BLOCK)
-    return attention
+    _weight_kernel[batch * heads, triton.cdiv(num, KEYS)](
+        logits, sums, View.of(values), count, found, epsilon, num, HEADS=heads, G=groups, D=values.shape[-1], BLOCK=KEYS
+    )
+    return found

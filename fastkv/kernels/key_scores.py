@@ -20,8 +20,10 @@ from torch import Tensor
 
 from ..errors import FastKVError
 from ..reference.geometry import check_metric
+from ..rotary import Rotary
 from ._arguments import View
 from ._launch import check_head_dim, check_like, pow2
+from ._rotary import Pairing, Turn, _turned_back
 
 BLOCK_N = {16: 128, 32: 128, 64: 128, 128: 64, 256: 32, 512: 16}  # rows per tile, by padded head_dim
 LEAST_ROWS = 512  # of a split
@@ -42,12 +44,15 @@ class Real(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Constants of a launch: heads, their numbers, padded ones; keys at a time."""
+    """Constants of a launch: heads, their numbers, padded ones; keys at a time; `Pairing` of keys to be turned back."""
 
     HEADS: int
     D: int
     BD: int
     BLOCK_N: int
+    R: int = 0
+    START: int = 0
+    INTERLEAVED: bool = False
 
 
 @triton.jit
@@ -59,7 +64,7 @@ def _stretch(N, window, rows_per_split, splits):
 
 
 @triton.jit
-def _load_rows(keys, known, head, rank, limit, N, TILE: tl.constexpr):
+def _load_rows(keys, known, turn, head, rank, limit, N, TILE: tl.constexpr):
     """Keys of the given ranks of a head, fp32 and 0 where not real, with their indices, and which of them are real."""
     HEADS: tl.constexpr = TILE.HEADS
     D: tl.constexpr = TILE.D
@@ -72,9 +77,13 @@ def _load_rows(keys, known, head, rank, limit, N, TILE: tl.constexpr):
     if known.mask_ptr is not None:
         real = real & (tl.load(known.mask_ptr + head * N + rank, mask=rank < limit, other=0) != 0)
     keys_ptr = keys.ptr + (head // HEADS) * keys.stride_b + (head % HEADS) * keys.stride_h
-    column = tl.arange(0, BD)[None, :]
-    spot = keys_ptr + index.to(tl.int64)[:, None] * keys.stride_t + column
-    return tl.load(spot, mask=real[:, None] & (column < D), other=0.0).to(tl.float32), index, real
+    column = tl.arange(0, BD)
+    row_ptr = keys_ptr + index.to(tl.int64)[:, None] * keys.stride_t
+    rows = tl.load(row_ptr + column[None, :], mask=real[:, None] & (column < D)[None, :], other=0.0).to(tl.float32)
+    if turn.positions_ptr is not None:
+        position = tl.load(turn.positions_ptr + head * N + index, mask=real, other=0)
+        rows = _turned_back(row_ptr, rows, real, position, turn, column, TILE.R, TILE.START, TILE.INTERLEAVED)
+    return rows, index, real
 
 
 @triton.jit
@@ -85,8 +94,8 @@ def _norm(rows):
 
 @triton.jit(do_not_specialize=FOLLOWING)
 def _sum_kernel(
-    keys: View, known: Real, sums_ptr, counts_ptr, N, window, rows_per_split, splits, TILE: tl.constexpr,
-    UNIT: tl.constexpr,
+    keys: View, known: Real, turn: Turn, sums_ptr, counts_ptr, N, window, rows_per_split, splits,
+    TILE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     BD: tl.constexpr = TILE.BD
     head = tl.program_id(0).to(tl.int64)
@@ -95,7 +104,7 @@ def _sum_kernel(
     count = tl.zeros([], tl.int32)
     for first in range(low, high, TILE.BLOCK_N):
         rank = first + tl.arange(0, TILE.BLOCK_N)
-        k, _, real = _load_rows(keys, known, head, rank, high, N, TILE)
+        k, _, real = _load_rows(keys, known, turn, head, rank, high, N, TILE)
         if UNIT:
             k = k / _norm(k)[:, None]
         total += tl.sum(k, 0)
@@ -107,8 +116,8 @@ def _sum_kernel(
 
 @triton.jit(do_not_specialize=FOLLOWING)
 def _score_kernel(
-    keys: View, known: Real, sums_ptr, counts_ptr, scores_ptr, N, window, rows_per_split, splits, TILE: tl.constexpr,
-    METRIC: tl.constexpr,
+    keys: View, known: Real, turn: Turn, sums_ptr, counts_ptr, scores_ptr, N, window, rows_per_split, splits,
+    TILE: tl.constexpr, METRIC: tl.constexpr,
 ):  # fmt: skip
     BD: tl.constexpr = TILE.BD
     head = tl.program_id(0).to(tl.int64)
@@ -123,7 +132,7 @@ def _score_kernel(
     length_of_center = tl.maximum(tl.sqrt(tl.sum(center * center, 0)), TINY)
     for first in range(low, high, TILE.BLOCK_N):
         rank = first + tl.arange(0, TILE.BLOCK_N)
-        k, index, real = _load_rows(keys, known, head, rank, high, N, TILE)
+        k, index, real = _load_rows(keys, known, turn, head, rank, high, N, TILE)
         if METRIC <= 2:
             score = tl.sum(k * center[None, :], 1)
             if METRIC <= 1:
@@ -140,11 +149,14 @@ def _score_kernel(
         tl.store(scores_ptr + head * N + index, tl.where(real, score, 0.0), mask=rank < high)
 
 
-def _scores(keys: Tensor, metric: str, unit: bool, window: int | None, mask: Tensor | None):
+def _scores(
+    keys: Tensor, metric: str, unit: bool, window: int | None, mask: Tensor | None, positions: Tensor | None = None,
+    rotary: Rotary | None = None,
+) -> Tensor:  # fmt: skip
     """The two launches. With windows and a mask, tokens are counted along `order`: real ones first, as they come."""
     batch, heads, num, dim = keys.shape
     check_head_dim("key_scores", dim)
-    check_like("key_scores", (batch, heads, num), mask=mask)
+    check_like("key_scores", (batch, heads, num), mask=mask, positions=positions)
     assert keys.stride(-1) == 1
     scores = torch.empty(batch, heads, num, dtype=torch.float32, device=keys.device)
     if not scores.numel():
@@ -161,19 +173,24 @@ def _scores(keys: Tensor, metric: str, unit: bool, window: int | None, mask: Ten
     sums = torch.empty(*grid, width, dtype=torch.float32, device=keys.device)
     counts = torch.empty(*grid, dtype=torch.int32, device=keys.device)
     known = Real(order, lengths, None if mask is None else mask.view(torch.uint8))
-    sizes, tile = (num, window, rows, splits), Tile(heads, dim, width, BLOCK_N[width])
-    _sum_kernel[grid](View.of(keys), known, sums, counts, *sizes, TILE=tile, UNIT=unit)
-    _score_kernel[grid](View.of(keys), known, sums, counts, scores, *sizes, TILE=tile, METRIC=METRICS[metric])
+    sizes, tile, turn = (num, window, rows, splits), Tile(heads, dim, width, BLOCK_N[width]), Turn()
+    if rotary is not None and positions is not None:
+        tile, turn = Tile(*tile[:4], *Pairing.of(rotary, dim)), Turn.of(positions, rotary)
+    given = View.of(keys), known, turn, sums, counts
+    _sum_kernel[grid](*given, *sizes, TILE=tile, UNIT=unit)
+    _score_kernel[grid](*given, scores, *sizes, TILE=tile, METRIC=METRICS[metric])
     return scores
 
 
 def keydiff_scores(
-    keys: Tensor, anchor: str = "mean", *, distance: str = "cosine", mask: Tensor | None = None
-) -> Tensor:
+    keys: Tensor, anchor: str = "mean", *, distance: str = "cosine", mask: Tensor | None = None,
+    positions: Tensor | None = None, rotary: Rotary | None = None,
+) -> Tensor:  # fmt: skip
     """Keys unlike the others are kept: -cos(a, k_i), or another distance to the anchor a.
 
     Args: keys [B, Hkv, N, D], unit stride along D; anchor: "mean" or "normalized_mean"; distance: "cosine", "dot" or
-        "euclidean"; real tokens are those of mask [B, Hkv, N] bool, or all.
+        "euclidean"; real tokens are those of mask [B, Hkv, N] bool, or all; positions [B, Hkv, N] int32, to which
+        `rotary` has turned the keys, if they are to be compared as they were before.
     Returns: [B, Hkv, N] fp32, 0 where not real (the reference too, except for "euclidean").
     Raises: FastKVError for another anchor or distance.  Cost: reads the keys twice, two launches, no host sync.
     """
@@ -183,7 +200,7 @@ def keydiff_scores(
             f"keydiff: the kernel has anchors mean and normalized_mean and distances cosine, dot and euclidean, "
             f"got {anchor!r} and {distance!r}; use reference.keydiff_scores"
         )
-    return _scores(keys, metric, anchor == "normalized_mean", None, mask)
+    return _scores(keys, metric, anchor == "normalized_mean", None, mask, positions, rotary)
 
 
 def manifold_scores(

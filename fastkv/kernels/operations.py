@@ -17,18 +17,27 @@ from . import select as selection
 from . import slot_signals as slots
 from . import vector_decode as vector
 from ._launch import Workspace, WorkspaceRoom, num_sms
+from .blocks import blocks_of as blocks_of
+from .blocks import candidates as candidates
+from .blocks import of_blocks as of_blocks
 from .compact import compact as compact
 from .evict import evict as evict
 from .expected_attention import expected_attention as expected_attention
+from .expected_attention import queries_ahead as queries_ahead
 from .key_scores import keydiff_scores as keydiff_scores
 from .key_scores import manifold_scores as manifold_scores
 from .noncausal_mass import noncausal_attention_mass as noncausal_attention_mass
+from .order import memorise as memorise
+from .peak_attention import every_query as every_query
 from .peak_attention import most_attended as most_attended
 from .peak_attention import peak_attention as peak_attention
+from .peak_attention import peaks_to_keep as peaks_to_keep
 from .prefill_attention import prefill_attention as prefill_attention
+from .rows import copy_rows as copy_rows
+from .z_scores import needed_scores as needed_scores
 from .z_scores import z_scores as z_scores
 
-FOLLOWS_ROWS = ("compact", "decode_step", "evict", "prefill_attention", "remember", "slot_signals")
+FOLLOWS_ROWS = ("compact", "decode_step", "evict", "memorise", "prefill_attention", "remember", "slot_signals")
 
 
 def workspace(num_heads: int, state: LayerState, spec: Spec, room: list[Tensor] | None = None) -> list[Tensor]:
@@ -68,7 +77,7 @@ def decode_step(q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState
 
 def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.slot_signals`."""
-    equal = state.exact.starts is None and state.approx is None
+    equal = state.approx is None and (state.exact.starts is None or state.exact.attention is None)
     asked = state.parts is not None or state.exact.attention is not None  # lengths alone are compared as fast by torch
     if equal and (asked or state.rows is not None):
         return slots.slot_signals(positions, state, spec)

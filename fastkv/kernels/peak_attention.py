@@ -3,6 +3,7 @@
 Twins of `reference.peak_attention` and `reference.most_attended`: max over queries i of exp(s q_i.k_j - lse_i), where
 lse_i is of all keys and the sink, or given. One launch, and one before it that finds lse; no logits in memory. Programs
 own queries there, keys here, and a maximum is the same in any order.
+Before, `every_query` chooses who is asked, and after it `peaks_to_keep` makes N of the maxima.
 Bytes: an owner reads its own once and all of the others, out of the L2 cache; 4 (T Hq + N Hkv) out.
 """
 
@@ -14,12 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import check_peak
-from ._arguments import Scaling
+from ._arguments import Scaling, View
 from ._attention import LOG2E, _add_sink, _dot, _logits2
 from ._launch import check_head_dim, check_like, pow2, stages
+from .expected_attention import COLUMNS, TINY, _lengths
+from .order import in_order
 
 # padded head_dim: (rows, columns, warps)
 TILES = {16: (64, 64, 4), 32: (64, 64, 4), 64: (64, 64, 4), 128: (64, 64, 4), 256: (32, 32, 8), 512: (32, 32, 8)}
+ROWS, BLOCK = 64, 2048  # queries or keys of a program that copies or pools them; masks read at once
 
 
 @triton.jit
@@ -150,3 +154,94 @@ def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: f
     if not valid.numel() or not lse.numel():
         return torch.zeros(valid.shape, dtype=torch.float32, device=q.device)
     return _Case(q, keys, valid, scale, softcap).peaks((lse.float() * LOG2E.value).contiguous())
+
+
+@triton.jit(do_not_specialize=["T", "N", "every", "asking"])
+def _every_kernel(
+    queries: View, valid_ptr, chosen_ptr, asked_ptr, T, N, every, asking, HEADS: tl.constexpr, KV: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)  # of queries, of all sequences
+    batch, first = head // HEADS, tl.program_id(1) * ROWS
+    valid_ptr += batch * KV * N + N - T
+    before = tl.zeros([BLOCK], tl.int32)
+    total = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, T, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        real = (tl.load(valid_ptr + index, mask=index < T, other=0) != 0).to(tl.int32)
+        total += real
+        before += tl.where(index < first, real, 0)
+    row, column = first + tl.arange(0, ROWS), tl.arange(0, BD)
+    real = (tl.load(valid_ptr + row, mask=row < T, other=0) != 0).to(tl.int32)
+    rank = tl.sum(before, 0) + tl.cumsum(real, 0) - real  # among the real ones; all others come after them
+    rank = tl.where(real != 0, rank, tl.sum(total, 0) + row - rank)
+    picked, place = (row < T) & (rank % every == 0), rank // every
+    queries_ptr = queries.ptr + batch * queries.stride_b + (head % HEADS) * queries.stride_h
+    inside = picked[:, None] & (column < D)[None, :]
+    q = tl.load(queries_ptr + row.to(tl.int64)[:, None] * queries.stride_t + column[None, :], mask=inside, other=0.0)
+    tl.store(chosen_ptr + (head * asking + place)[:, None] * D + column[None, :], q, mask=inside)
+    if head % HEADS == 0:
+        tl.store(asked_ptr + batch * asking + place, real.to(tl.uint8), mask=picked)
+
+
+def every_query(queries: Tensor, valid: Tensor, every: int) -> tuple[Tensor, Tensor]:
+    """`reference.every_query`: queries [B, Hq, T, D], unit stride along D; valid [B, Hkv, N] bool. Cost: one launch."""
+    batch, heads, num, dim = queries.shape
+    valid, asking = valid.contiguous(), triton.cdiv(num, every)
+    assert queries.stride(-1) == 1 and len(valid) == batch and num <= valid.shape[2]
+    chosen = torch.empty(batch, heads, asking, dim, dtype=queries.dtype, device=queries.device)
+    asked = torch.empty(batch, asking, dtype=torch.bool, device=queries.device)
+    if asked.numel():
+        _every_kernel[batch * heads, triton.cdiv(num, ROWS)](
+            View.of(queries), valid.view(torch.uint8), chosen, asked.view(torch.uint8), num, valid.shape[2], every,
+            asking, HEADS=heads, KV=valid.shape[1], D=dim, BD=pow2(dim, 16), ROWS=ROWS, BLOCK=BLOCK,
+        )  # fmt: skip
+    return chosen, asked
+
+
+@triton.jit(do_not_specialize=["N"])
+def _pool_kernel(
+    most_ptr, values: View, memory_ptr, order_ptr, counts_ptr, out_ptr, N, HEADS: tl.constexpr, D: tl.constexpr,
+    POOL: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    kv = tl.program_id(0).to(tl.int64)
+    rank = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    most_ptr, memory_ptr, order_ptr, out_ptr = (
+        most_ptr + kv * N,
+        memory_ptr + kv * N,
+        order_ptr + kv * N,
+        out_ptr + kv * N,
+    )
+    count = tl.load(counts_ptr + kv).to(tl.int32)
+    total = tl.zeros([ROWS], tl.float32)
+    number = tl.zeros([ROWS], tl.float32)
+    for step in range(0, POOL):
+        near = rank + step - POOL // 2
+        inside = (near >= 0) & (near < count)
+        index = tl.load(order_ptr + near, mask=inside, other=0).to(tl.int32)
+        weight = tl.load(most_ptr + index, mask=inside, other=0.0) * _lengths(values, kv, index, N, HEADS, D, COLUMNS)
+        total += tl.where(inside, weight, 0.0)
+        number += inside.to(tl.float32)
+    known = tl.where(rank < count, tl.maximum(total / tl.maximum(number, 1.0), TINY), 0.0)
+    index = tl.load(order_ptr + rank, mask=rank < N, other=0)
+    before = tl.load(memory_ptr + index, mask=rank < N, other=0.0)
+    tl.store(out_ptr + index, tl.maximum(before, known), mask=rank < N)
+
+
+def peaks_to_keep(most: Tensor, values: Tensor, memory: Tensor, positions: Tensor, valid: Tensor, pool: int) -> Tensor:
+    """`reference.peaks_to_keep`.
+
+    Args: most, memory fp32, positions int32, valid bool [B, Hkv, N], contiguous; values [B, Hkv, N, Dv], unit stride
+        along Dv.
+    Cost: two launches and a sort; values are read `pool` times.
+    """
+    check_like("peaks_to_keep", valid.shape, most=most, memory=memory, positions=positions, valid=valid)
+    assert values.stride(-1) == 1
+    order, counts = in_order(positions, valid)
+    out = torch.empty_like(memory)
+    if out.numel():
+        _pool_kernel[counts.numel(), triton.cdiv(valid.shape[2], ROWS)](
+            most, View.of(values), memory, order, counts, out, valid.shape[2], HEADS=valid.shape[1],
+            D=values.shape[-1], POOL=pool, ROWS=ROWS,
+        )  # fmt: skip
+    return out

@@ -38,7 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import check_shape
-from ..reference import Centroids, LayerState, Spec, in_order
+from ..reference import Centroids, LayerState, Spec
 from ..reference.centroids import BLOCK, COARSE, FINE, MEDIUM, ROOMY, SETTLED, STEP, TURN, most_left
 from ._arguments import EvictedPointers, View
 from ._attention import _barrier, _dot32, _home, _page, _sum_products
@@ -52,6 +52,7 @@ from ._launch import (
     pow2,
     stages,
 )
+from .order import in_order
 
 FEW = 64  # tokens that one program lists, and joins if there is room for their centroids
 ALONE = 1024  # centroids and tokens that one program joins
@@ -642,7 +643,7 @@ def remember(
         return
     new, where = (View.of(keys), View.of(values)), (state.rows, page)
     if most > FEW or parts.num + most > ALONE:
-        index, gone = in_order(positions, leaving := valid & ~kept), leaving.sum(-1)
+        index, gone = in_order(positions.contiguous(), valid, kept)
         _join_blocks(new, index, gone, parts, known, where, min(most, num))
         return
     rows = working_rows(parts.num, most)

@@ -3,7 +3,7 @@
     valid = slot < length;   guard = position < sinks or >= seen - recent;   mean = received / clamp(seen - position)
 
 Twin of `reference.slot_signals`. Bytes per slot: 4 for the position, 2 for the masks, 16 for attention and queries.
-Does not handle: heads of unequally many slots, tokens without values.
+Does not handle: attention that heads of unequally many slots collect, tokens without values.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _slot_kernel(
 
 
 def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One launch, no host sync; shapes as in `reference.slot_signals`, every head of equally many slots.
+    """One launch, no host sync; shapes as in `reference.slot_signals`.
 
     Raises: FastKVError for shapes or strides that do not fit.
     """

@@ -1,7 +1,8 @@
 """(s - mean) / std of each row of scores over its real tokens, in one launch (Compactor, arXiv:2507.08143, Eq. 6).
 
-Twin of `reference.z_scores`. A program reads its row three times: for the mean, for the squares of what is left, which
-do not cancel, and to write. Bytes per score: 4 in, from L2 the second and third time, 3 of masks, 4 out.
+Twin of `reference.z_scores`, and of `needed_scores`, which adds up those of two or three scores. A program reads its
+row three times: for the mean, for the squares of what is left, which do not cancel, and to write. Bytes per score: 4
+in, from L2 the second and third time, 3 of masks, 4 out.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import FastKVError
-from ._launch import check_contiguous
+from ._launch import check_contiguous, check_like
 
 BLOCK = 1024
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 @triton.jit(do_not_specialize=["N"])  # the length of a prompt
@@ -45,6 +47,87 @@ def _z_kernel(scores_ptr, mask_ptr, out_ptr, N, BLOCK: tl.constexpr):
         away = tl.load(scores_ptr + place + index, mask=real, other=0.0) - mean
         z = tl.where(flat, 0.0, away / tl.where(flat, 1.0, std))
         tl.store(out_ptr + place + index, tl.where(real, z, 0.0), mask=index < N)
+
+
+@triton.jit
+def _reasons(unlike_ptr, memory_ptr, expected_ptr, valid_ptr, first, N, BLOCK: tl.constexpr):
+    """What is known of some candidates: which are real, how unlike they are, what is remembered, the log of what is
+    expected, or 0.
+    """
+    index = first + tl.arange(0, BLOCK)
+    real = tl.load(valid_ptr + index, mask=index < N, other=0) != 0
+    unlike = tl.load(unlike_ptr + index, mask=real, other=0.0)
+    memory = tl.load(memory_ptr + index, mask=real, other=0.0)
+    expected = tl.zeros([BLOCK], tl.float32)
+    if expected_ptr is not None:
+        expected = tl.log(tl.maximum(tl.load(expected_ptr + index, mask=real, other=0.0), TINY))
+    return real, unlike, memory, tl.where(real, expected, 0.0)
+
+
+@triton.jit
+def _scaled(away, mean, squares, count):
+    """z-scores of what is so far from the mean, as in the reference, which says why equal scores get 0."""
+    std = tl.sqrt(squares / count)
+    flat = std <= 1e-3 * tl.abs(mean)
+    return tl.where(flat, 0.0, away / tl.where(flat, 1.0, std))
+
+
+@triton.jit(do_not_specialize=["N"])
+def _needed_kernel(unlike_ptr, memory_ptr, expected_ptr, valid_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * N
+    unlike_ptr, memory_ptr, valid_ptr = unlike_ptr + row, memory_ptr + row, valid_ptr + row
+    if expected_ptr is not None:
+        expected_ptr += row
+    u_sum = tl.zeros([BLOCK], tl.float32)
+    m_sum = tl.zeros([BLOCK], tl.float32)
+    e_sum = tl.zeros([BLOCK], tl.float32)
+    counts = tl.zeros([BLOCK], tl.int32)
+    known = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, N, BLOCK):
+        real, unlike, memory, expected = _reasons(unlike_ptr, memory_ptr, expected_ptr, valid_ptr, first, N, BLOCK)
+        u_sum += unlike
+        m_sum += tl.maximum(memory, 0.0)
+        e_sum += expected
+        counts += real.to(tl.int32)
+        known += (memory > 0).to(tl.int32)
+    count = tl.maximum(tl.sum(counts, 0), 1).to(tl.float32)
+    u_mean, e_mean = tl.sum(u_sum, 0) / count, tl.sum(e_sum, 0) / count
+    m_mean = tl.sum(m_sum, 0) / tl.maximum(tl.sum(known, 0), 1).to(tl.float32)  # and of all: the others get it
+    u_squares = tl.zeros([BLOCK], tl.float32)
+    m_squares = tl.zeros([BLOCK], tl.float32)
+    e_squares = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, N, BLOCK):
+        real, unlike, memory, expected = _reasons(unlike_ptr, memory_ptr, expected_ptr, valid_ptr, first, N, BLOCK)
+        u_away = tl.where(real, unlike - u_mean, 0.0)
+        m_away = tl.where(memory > 0, memory - m_mean, 0.0)
+        e_away = tl.where(real, expected - e_mean, 0.0)
+        u_squares += u_away * u_away
+        m_squares += m_away * m_away
+        e_squares += e_away * e_away
+    u_square, m_square, e_square = tl.sum(u_squares, 0), tl.sum(m_squares, 0), tl.sum(e_squares, 0)
+    for first in range(0, N, BLOCK):
+        real, unlike, memory, expected = _reasons(unlike_ptr, memory_ptr, expected_ptr, valid_ptr, first, N, BLOCK)
+        score = _scaled(unlike - u_mean, u_mean, u_square, count)
+        score += _scaled(tl.where(memory > 0, memory - m_mean, 0.0), m_mean, m_square, count)
+        if expected_ptr is not None:
+            score += _scaled(expected - e_mean, e_mean, e_square, count)
+        index = first + tl.arange(0, BLOCK)
+        tl.store(out_ptr + row + index, tl.where(real, score, 0.0), mask=index < N)
+
+
+def needed_scores(unlike: Tensor, memory: Tensor, expected: Tensor | None, valid: Tensor) -> Tensor:
+    """`reference.needed_scores`, in one launch: fp32, all [B, Hkv, N] and contiguous.
+
+    Raises: FastKVError for other shapes or strides.
+    """
+    valid = valid.contiguous()
+    check_like("needed_scores", valid.shape, unlike=unlike, memory=memory, expected=expected)
+    out = torch.empty_like(unlike)
+    if out.numel():
+        _needed_kernel[(valid[..., 0].numel(),)](
+            unlike, memory, expected, valid.view(torch.uint8), out, valid.shape[-1], BLOCK=BLOCK
+        )
+    return out
 
 
 def z_scores(scores: Tensor, mask: Tensor) -> Tensor:

@@ -34,7 +34,9 @@ from ..reference import (
     random_scores,
     streaming_scores,
 )
+from ..rotary import Rotary
 from .operator import by_keyword, by_spec, nothing, opaque
+from .rows import copy_rows, put, taken
 
 
 def _step_outputs(
@@ -101,6 +103,33 @@ compact = opaque(nothing, changes=("state",))(by_spec(reference.compact))
 # Kernel: two launches for at most 64 victims a head; refreshes `moments.slope`.
 evict = opaque(nothing, changes=("state",))(by_spec(reference.evict))
 
+# Kernel: one launch.
+memorise = opaque(nothing, changes=("state",))(by_spec(reference.memorise))
+
+
+def _blocks(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    made = [part.new_empty(len(tokens), part.shape[1], tokens.shape[1], part.shape[2]) for part in (q, k, v)]
+    return made[0], made[1], made[2]
+
+
+# Kernel: one launch each.
+blocks_of = opaque(_blocks)(by_keyword(reference.blocks_of))
+of_blocks = opaque(nothing, changes=("out",))(by_keyword(reference.of_blocks))
+
+
+def _candidates(
+    keys: Tensor, values: Tensor, positions: Tensor, memory: Tensor | None, lengths: Tensor, k: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shape, seen = (*positions.shape[:2], positions.shape[2] + k.shape[2]), rest[2]
+    both = [t.new_empty((*shape, t.shape[-1]) if positions.shape[2] else (0,)) for t in (keys, values)]
+    known = keys.new_empty(0 if memory is None else shape, dtype=torch.float32)
+    real = positions.new_empty(shape, dtype=torch.bool)
+    return both[0], both[1], positions.new_empty(shape), real, torch.empty_like(real), known, torch.empty_like(seen)
+
+
+# Kernel: one launch.
+candidates = opaque(_candidates)(by_keyword(reference.candidates))
+
 
 def workspace(num_heads: int, state: LayerState, spec: Spec, room: list[Tensor] | None = None) -> list[Tensor]:
     """Scratch for the decode steps of `num_heads` query heads, for `LayerState.scratch`; empty without kernels.
@@ -140,14 +169,29 @@ def _of_second(first: Tensor | None, *rest: Any) -> Tensor:
 
 @opaque(_of_first)
 def keydiff_scores(
-    keys: Tensor, anchor: str = "mean", *, distance: str = "cosine", mask: Tensor | None = None, backend: str = "auto"
+    keys: Tensor,
+    anchor: str = "mean",
+    *,
+    distance: str = "cosine",
+    mask: Tensor | None = None,
+    positions: Tensor | None = None,
+    rotary: Rotary | None = None,
+    backend: str = "auto",
 ) -> Tensor:
-    """`reference.keydiff_scores`. Kernel: two passes over the keys for the anchors mean and normalized_mean."""
+    """`reference.keydiff_scores`. Kernel: two passes over the keys for the anchors mean and normalized_mean.
+
+    Args: positions [B, Hkv, N], to which `rotary` has turned the keys, if they are to be compared as they were before.
+    """
     reference.check_keydiff(anchor, distance)
     if anchor not in ("mean", "normalized_mean"):  # the paper's ablation has no kernel
-        return reference.keydiff_scores(keys, anchor, distance=distance, mask=mask)
-    function = implementation("keydiff_scores", backend, keys.device.type)
-    return function(keys, anchor, distance=distance, mask=mask)
+        backend = "reference"
+    function, before = implementation("keydiff_scores", backend, keys.device.type), {}
+    if rotary is not None and positions is not None:
+        if resolve(backend, keys.device) == "triton":
+            before = {"positions": positions, "rotary": rotary}
+        else:
+            keys = rotary.unrotate(keys.to(compute_dtype(keys)), positions)
+    return function(keys, anchor, distance=distance, mask=mask, **before)  # type: ignore[no-any-return]
 
 
 # Kernel: two passes over the keys.
@@ -209,6 +253,21 @@ def leverage_scores(
 # Kernel: one launch up to chunks of 256.
 noncausal_attention_mass = opaque(_of_second)(by_keyword(reference.noncausal_attention_mass))
 
+
+def _every(queries: Tensor, valid: Tensor, every: int, *rest: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, num, dim = queries.shape
+    chosen = queries.new_empty(batch, heads, -(-num // every), dim)
+    return chosen, valid.new_empty(batch, chosen.shape[2])
+
+
+# Kernel: one launch.
+every_query = opaque(_every)(by_keyword(reference.every_query))
+
+# Kernel: two launches and a sort.
+peaks_to_keep = opaque(lambda most, values, memory, *rest: torch.empty_like(memory))(
+    by_keyword(reference.peaks_to_keep)
+)
+
 # Kernel: two launches, no logits in memory.
 peak_attention = opaque(_of_second)(by_keyword(reference.peak_attention))
 
@@ -233,8 +292,22 @@ def _selected(scores: Tensor, positions: Tensor, valid: Tensor, *rest: Any) -> t
     return torch.empty_like(valid), valid.new_empty(valid.shape[:2], dtype=torch.int64)
 
 
+def _ahead(queries: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    (batch, heads, _, dim), dtype = queries.shape, compute_dtype(queries)
+    covariance = queries.new_empty(batch, heads, dim, dim, dtype=dtype)
+    return covariance[:, :, :1].clone(), covariance, queries.new_empty(batch, 1, 1, dtype=torch.int64)
+
+
+# Kernel: one launch.
+queries_ahead = opaque(_ahead)(by_keyword(reference.queries_ahead))
+
 # Kernel: three launches, no copies of keys.
-expected_attention = opaque(_of_first)(by_keyword(reference.expected_attention))
+expected_attention = opaque(lambda keys, *rest: keys.new_empty(keys.shape[:3], dtype=torch.float32))(
+    by_keyword(reference.expected_attention)
+)
+
+# Kernel: one launch.
+needed_scores = opaque(lambda unlike, *rest: torch.empty_like(unlike))(by_keyword(reference.needed_scores))
 
 # Kernel: one launch.
 z_scores = opaque(lambda scores, *rest: torch.empty_like(scores))(by_keyword(reference.z_scores))

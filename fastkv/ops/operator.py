@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from .. import corrections, reference
 from ..backend import follows_rows, implementation, resolve
 from ..reference import Evicted, LayerState, Moments, RowFormat, Selection, Slots, Spec, Stored
+from ..rotary import Rotary
 
 LIBRARY = torch.library.Library("fastkv", "DEF")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -133,6 +134,18 @@ def moments_of(tensors: list[Tensor], names: str) -> Moments:
     return Moments(**dict(zip(names.split(), tensors)))
 
 
+def flat_rotary(rotary: Rotary | None) -> tuple[Tensor | None, float, bool, int]:
+    """The four arguments that a rotary embedding becomes."""
+    if rotary is None:
+        return None, 1.0, False, 0
+    return rotary.frequencies, rotary.scaling, rotary.interleaved, rotary.start
+
+
+def rotary_of(frequencies: Tensor | None, *rest: Any) -> Rotary | None:
+    """The inverse of `flat_rotary`."""
+    return None if frequencies is None else Rotary(frequencies, *rest)
+
+
 class Form(NamedTuple):
     """How arguments of one type travel: schema, where $ stands for the name and @ for the mutation, and both ways."""
 
@@ -142,9 +155,16 @@ class Form(NamedTuple):
 
 
 FORMS: dict[Any, Form] = {
-    **{kind: Form((f"{name} $",), lambda one: (one,), lambda one: one) for kind, name in PLAIN.items()},
+    **{
+        kind: Form((f"{name}{'@' * (kind is Tensor)} $",), lambda one: (one,), lambda one: one)
+        for kind, name in PLAIN.items()
+    },
     LayerState: Form(("Tensor@[] $", "str $_names", "SymInt[] $_numbers"), flat_state, state_of),
     Moments: Form(("Tensor@[] $", "str $_names"), flat_moments, moments_of),
+    **{
+        kind: Form(("Tensor? $", "float $_scaling", "bool $_interleaved", "int $_start"), flat_rotary, rotary_of)
+        for kind in (Rotary, Rotary | None)
+    },
     Spec: Form(("str $",), lambda spec: (spec_text(spec),), spec_of),
     Selection: Form(("Tensor[] $",), lambda selection: (list(selection),), lambda rows: Selection(*rows)),
     Block | None: Form(("Tensor[] $",), lambda block: (list(block or ()),), lambda rows: tuple(rows) or None),

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from ..backend import Parallel
@@ -90,6 +89,7 @@ class Signals:
         queries: [B, Hq, T, Dk] post-RoPE, of the new tokens of a prompt block; None when decoding and unless needed.
         memory: [B, Hkv, N] fp32, the number that the policy stored with each token; 0 for tokens it has not seen.
             None unless needed.
+        guard: [B, Hkv, N] bool, the candidates that stay whatever their score; None where nobody has found out yet.
         reread: results of a second reading of the candidates; None without.
     """
 
@@ -104,6 +104,7 @@ class Signals:
     queried: Tensor | None = None
     queries: Tensor | None = None
     memory: Tensor | None = None
+    guard: Tensor | None = None
     reread: Reread | None = None
 
     @property
@@ -232,12 +233,3 @@ def check_at_least(policy: Policy, **least: int) -> None:
             raise FastKVError(
                 f"{policy.name}: {name} must be an integer of at least {minimum}, got {value!r}; pass a whole number"
             )
-
-
-def known_or_mean(signals: Signals) -> Tensor:
-    """What is remembered of each candidate, [B, Hkv, N]; where that is 0, the mean of what the head remembers."""
-    assert signals.memory is not None
-    known = signals.valid & (signals.memory > 0)
-    score = torch.where(known, signals.memory, 0)
-    mean = score.sum(-1, keepdim=True) / known.sum(-1, keepdim=True).clamp(min=1)
-    return torch.where(known, score, mean)

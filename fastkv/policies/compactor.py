@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import FastKVError
-from ..reference import check_leverage, check_pool, neighbour_mean
-from .base import Policy, Signals, check_at_least, known_or_mean
+from ..reference import check_leverage, check_pool, known_or_mean, neighbour_mean
+from .base import Policy, Signals, check_at_least
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class NonCausal(Policy):
 
     def score(self, signals: Signals) -> Tensor:
         """The remembered score; where there is none, the mean of those that the head remembers."""
-        return known_or_mean(signals)
+        assert signals.memory is not None
+        return known_or_mean(signals.memory, signals.valid)
 
 
 LARGEST_SKETCH = 128  # columns that the leverage kernel holds on chip

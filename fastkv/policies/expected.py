@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import FastKVError
-from ..reference import compute_dtype, z_scores
-from .base import Policy, Signals, check_at_least, known_or_mean
+from ..reference import compute_dtype, known_or_mean, z_scores
+from .base import Policy, Signals, check_at_least
 
 
 @dataclass(frozen=True)
@@ -60,39 +60,19 @@ class ExpectedAttention(Policy):
 
         It needs `signals.queries` and the rotary embedding.
         """
-        mean, covariance, count = self._queries_ahead(signals)
-        layer, valid = signals.layer, signals.valid
-        attention = ops.expected_attention(
-            signals.keys, mean, covariance, layer.scale, valid=valid, backend=layer.backend
+        layer, valid, rotary = signals.layer, signals.valid, signals.layer.rotary
+        assert signals.queries is not None and rotary is not None
+        ahead = ops.queries_ahead(
+            signals.queries, signals.positions, valid, rotary, self.horizon, self.sinks, backend=layer.backend
         )
-        length = torch.linalg.vector_norm(signals.values.to(mean.dtype), dim=-1)
-        known = ((attention + self.epsilon) * length).float().clamp(min=torch.finfo(torch.float32).tiny)
-        return torch.where(count > 0, known, 0)
+        return ops.expected_attention(
+            signals.keys, signals.values, *ahead, layer.scale, self.epsilon, valid=valid, backend=layer.backend
+        )
 
     def score(self, signals: Signals) -> Tensor:
         """What is remembered; of generated tokens, the mean of the head's others."""
-        return known_or_mean(signals)
-
-    def _queries_ahead(self, signals: Signals) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean [B, Hq, 1, D] and covariance [B, Hq, D, D] of queries to come, and from how many, [B, 1, 1]."""
-        rotary = signals.layer.rotary
-        assert signals.queries is not None and rotary is not None
-        places = signals.positions[:, :1, -signals.queries.shape[2] :]
-        valid = signals.valid[:, :1, -signals.queries.shape[2] :] & (places >= self.sinks)
-        count = valid.sum(-1, keepdim=True)
-        queries = rotary.unrotate(signals.queries.to(compute_dtype(signals.queries)), places)
-        number = count[..., None].clamp(min=1)
-        queries.masked_fill_(~valid[..., None], 0)  # in place, like the rest: a large copy of our own
-        mean = queries.sum(2, keepdim=True) / number
-        offset = queries.sub_(mean).mul_(valid[..., None].to(mean.dtype))
-        covariance = offset.transpose(-1, -2) @ offset / number
-
-        newest = torch.where(signals.valid, signals.positions, -1).amax((1, 2), keepdim=True)
-        steps = torch.arange(1, self.horizon + 1, device=newest.device)
-        turn = rotary.turn_ahead(newest, steps)
-        half = rotary.turned(covariance, *turn)  # C is symmetric, so R C R^T = (R (R C)^T)^T
-        covariance = rotary.turned(half.transpose(-1, -2), *turn)
-        return rotary.turned(mean, *turn), covariance, count
+        assert signals.memory is not None
+        return known_or_mean(signals.memory, signals.valid)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..reference import check_pool, compute_dtype, neighbour_mean, rows_at
-from .base import Policy, SecondReading, Signals, check_at_least, known_or_mean
+from ..reference import check_pool
+from .base import Policy, SecondReading, Signals, check_at_least
 from .expected import ExpectedAttention
 
 TINY = torch.finfo(torch.float32).tiny
@@ -52,42 +52,39 @@ class FastKV(Policy):
 
     def remember(self, signals: Signals) -> Tensor:
         """N of every candidate, the largest so far; 0 for generated tokens."""
+        layer, valid, backend = signals.layer, signals.valid, signals.layer.backend
         assert signals.memory is not None
-        return signals.memory if signals.queries is None else signals.memory.maximum(self._peak(signals))
+        if signals.queries is None:
+            return signals.memory
+        chosen, asked = ops.every_query(signals.queries, valid, self.every, backend=backend)
+        most = ops.peak_attention(
+            chosen,
+            signals.keys,
+            layer.scale,
+            layer.softcap,
+            valid=valid,
+            asked=asked,
+            sink_logits=layer.sink_logits,
+            backend=backend,
+        )
+        known = (signals.values, signals.memory, signals.positions, valid)
+        return ops.peaks_to_keep(most, *known, self.pool, backend=backend)
 
     def score(self, signals: Signals) -> Tensor:
         """The sum of the z-scores, [B, Hkv, N] fp32."""
-        rotary = signals.layer.rotary
-        assert rotary is not None
-        keys = rotary.unrotate(signals.keys.to(compute_dtype(signals.keys)), signals.positions)
-        unlike = ops.keydiff_scores(keys, "normalized_mean", mask=signals.valid, backend=signals.layer.backend)
-        reasons = [unlike, known_or_mean(signals)]
+        layer, valid, expected = signals.layer, signals.valid, None
+        assert signals.memory is not None
+        unlike = ops.keydiff_scores(
+            signals.keys,
+            "normalized_mean",
+            mask=valid,
+            positions=signals.positions,
+            rotary=layer.rotary,
+            backend=layer.backend,
+        )
         if signals.queries is not None:
             expected = ExpectedAttention(horizon=self.horizon, epsilon=0.0).expected(signals)
-            reasons.append(expected.clamp(min=TINY).log())
-        score, *others = ops.z_scores(torch.stack(reasons), signals.valid, backend=signals.layer.backend)
-        for other in others:
-            score = score + other
-        return score
-
-    def _peak(self, signals: Signals) -> Tensor:
-        """N of this block's queries, [B, Hkv, N] fp32, 0 where not real."""
-        assert signals.queries is not None
-        real = signals.valid[:, 0, -signals.queries.shape[2] :]
-        asked = (~real).to(torch.uint8).argsort(dim=-1, stable=True)[:, :: self.every]  # wherever padding is
-        most = ops.peak_attention(
-            rows_at(signals.queries, asked[:, None].expand(-1, signals.queries.shape[1], -1)),
-            signals.keys,
-            signals.layer.scale,
-            signals.layer.softcap,
-            valid=signals.valid,
-            asked=real.gather(1, asked),
-            sink_logits=signals.layer.sink_logits,
-            backend=signals.layer.backend,
-        )
-        length = torch.linalg.vector_norm(signals.values.to(most.dtype), dim=-1)
-        pooled = neighbour_mean(most * length, self.pool, signals.positions, signals.valid).float()
-        return torch.where(signals.valid, pooled.clamp(min=TINY), 0)
+        return ops.needed_scores(unlike, signals.memory, expected, valid, backend=layer.backend)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import FastKVError, check_groups, check_shape
+from ..rotary import Rotary
 from .attention import biased, grouped_logits, masked_softmax
+from .gather import rows_at
 from .moments import compute_dtype
 from .selection import in_order
 
 ANCHORS = ("mean", "normalized_mean", "median", "pairwise")
 DISTANCES = ("cosine", "dot", "euclidean")
+TINY = torch.finfo(torch.float32).tiny
 EPSILON = 1e-12  # a key of no length has the cosine 0 with everything
 
 
@@ -270,15 +273,53 @@ def z_scores(scores: Tensor, mask: Tensor) -> Tensor:
     return torch.where(flat, 0, offset / torch.where(flat, 1, std))
 
 
-def expected_attention(keys: Tensor, mean: Tensor, covariance: Tensor, scale: float, *, valid: Tensor) -> Tensor:
-    """The attention that queries are expected to give each key, if they are Gaussian (Expected Attention, Devoto et al.
-    2025, arXiv:2510.00636, Sec. 3).
+def queries_ahead(
+    queries: Tensor, positions: Tensor, valid: Tensor, rotary: Rotary, horizon: int, sinks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What queries to come are like, if they are like those of a block: mean and covariance before the rotary
+    embedding, turned by its mean over the `horizon` positions to come.
 
-    attention_i = mean over the group of softmax_i(s m.k_i + s^2 k_i.C k_i / 2), s the scale: the closed form of
-    E exp(s q.k_i) for q of mean m and covariance C.
+    Args: queries [B, Hq, T, D] post-RoPE, of the last T of N candidates; positions, valid [B, Hkv, N], of which the
+        first head's count for the block; sinks: positions whose queries are left out.
+    Returns: mean [B, Hq, 1, D], covariance [B, Hq, D, D] in fp32, and from how many queries, [B, 1, 1] int64.
+    """
+    places, real = (part[:, :1, -queries.shape[2] :] for part in (positions, valid))
+    newest = torch.where(real, places, -1).amax((1, 2), keepdim=True)
+    real = real & (places >= sinks)
+    count = real.sum(-1, keepdim=True)
+    queries = rotary.unrotate(queries.to(compute_dtype(queries)), places)
+    number = count[..., None].clamp(min=1)
+    queries.masked_fill_(~real[..., None], 0)  # in place, like the rest: a large copy of our own
+    mean = queries.sum(2, keepdim=True) / number
+    offset = queries.sub_(mean).mul_(real[..., None].to(mean.dtype))
+    covariance = offset.transpose(-1, -2) @ offset / number
 
-    Args: keys [B, Hkv, N, D] post-RoPE; mean [B, Hq, 1, D] and covariance [B, Hq, D, D], fp32; valid [B, Hkv, N] bool.
-    Returns: [B, Hkv, N] in the dtype of the mean, 0 where not valid.
+    turn = rotary.turn_ahead(newest, torch.arange(1, horizon + 1, device=newest.device))
+    half = rotary.turned(covariance, *turn)  # C is symmetric, so R C R^T = (R (R C)^T)^T
+    covariance = rotary.turned(half.transpose(-1, -2), *turn)
+    return rotary.turned(mean, *turn), covariance, count
+
+
+def expected_attention(
+    keys: Tensor,
+    values: Tensor,
+    mean: Tensor,
+    covariance: Tensor,
+    count: Tensor,
+    scale: float,
+    epsilon: float,
+    *,
+    valid: Tensor,
+) -> Tensor:
+    """What queries are expected to give each key, if they are Gaussian (Expected Attention, Devoto et al. 2025,
+    arXiv:2510.00636, Sec. 3).
+
+    (attention_i + epsilon) |v_i|, attention_i = mean over the group of softmax_i(s m.k_i + s^2 k_i.C k_i / 2), s the
+    scale: the closed form of E exp(s q.k_i) for q of mean m and covariance C.
+
+    Args: keys [B, Hkv, N, D] post-RoPE; values [B, Hkv, N, Dv]; mean [B, Hq, 1, D], covariance [B, Hq, D, D] and count
+        [B, 1, 1] as of `queries_ahead`; valid [B, Hkv, N] bool.
+    Returns: [B, Hkv, N] fp32, positive; 0 in rows whose count is 0. What is not valid gets no attention.
     Raises: FastKVError if Hq is not a multiple of Hkv.
     """
     groups = check_groups("expected_attention", mean.shape[1], keys.shape[1])
@@ -288,7 +329,52 @@ def expected_attention(keys: Tensor, mean: Tensor, covariance: Tensor, scale: fl
         centre, spread = mean[:, member::groups], covariance[:, member::groups] * scale / 2
         logits = scale * (keys @ spread).add_(centre).mul_(keys).sum(-1)
         attention += masked_softmax(logits, valid)[0] / groups
-    return attention
+    length = torch.linalg.vector_norm(values.to(mean.dtype), dim=-1)
+    known = ((attention + epsilon) * length).float().clamp(min=TINY)
+    return torch.where(count > 0, known, 0)
+
+
+def every_query(queries: Tensor, valid: Tensor, every: int) -> tuple[Tensor, Tensor]:
+    """One of so many queries of a block, wherever padding is, and which of the chosen are real.
+
+    Args: queries [B, Hq, T, D], of the last T of N candidates; valid [B, Hkv, N], of which the first head's counts.
+    Returns: [B, Hq, T / every, D] and [B, T / every] bool.
+    """
+    real = valid[:, 0, -queries.shape[2] :]
+    chosen = (~real).to(torch.uint8).argsort(dim=-1, stable=True)[:, ::every]
+    return rows_at(queries, chosen[:, None].expand(-1, queries.shape[1], -1)), real.gather(1, chosen)
+
+
+def peaks_to_keep(most: Tensor, values: Tensor, memory: Tensor, positions: Tensor, valid: Tensor, pool: int) -> Tensor:
+    """The largest attention of any query times |v|, over neighbours, or what is remembered if that is more.
+
+    Args: most, memory, positions, valid [B, Hkv, N]; values [B, Hkv, N, Dv]; pool: odd width of `neighbour_mean`.
+    Returns: [B, Hkv, N] fp32, positive where valid.
+    """
+    length = torch.linalg.vector_norm(values.to(most.dtype), dim=-1)
+    pooled = neighbour_mean(most * length, pool, positions, valid).float()
+    return memory.maximum(torch.where(valid, pooled.clamp(min=TINY), 0))
+
+
+def known_or_mean(memory: Tensor, valid: Tensor) -> Tensor:
+    """What is remembered of each candidate, [B, Hkv, N]; where that is 0, the mean of what the head remembers."""
+    known = valid & (memory > 0)
+    score = torch.where(known, memory, 0)
+    mean = score.sum(-1, keepdim=True) / known.sum(-1, keepdim=True).clamp(min=1)
+    return torch.where(known, score, mean)
+
+
+def needed_scores(unlike: Tensor, memory: Tensor, expected: Tensor | None, valid: Tensor) -> Tensor:
+    """The sum of z-scores of what says that a token may be needed: `unlike`, `known_or_mean` of the memory, and the log
+    of what is `expected`, if that is known. All [B, Hkv, N] fp32, the result too.
+    """
+    reasons = [unlike, known_or_mean(memory, valid)]
+    if expected is not None:
+        reasons.append(expected.clamp(min=TINY).log())
+    score, *others = z_scores(torch.stack(reasons), valid)
+    for other in others:
+        score = score + other
+    return score
 
 
 SCRATCH = 1 << 24  # numbers per intermediate result: 64 MiB in float32

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..errors import check_shape
 from .gather import pack, rows_at, unpack
@@ -102,6 +103,55 @@ def joined(*parts: Tensor) -> Tensor:
     return filled[0] if len(filled) == 1 else torch.cat([part.to(parts[0].dtype) for part in filled], 2)
 
 
+def blocks_of(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens of an engine's batch as blocks: q [N, Hq, D] and k, v [N, Hkv, D] become [R, H, T, D].
+
+    Args: tokens [R, T] int64, which of the N tokens is where.
+    """
+    heads = (torch.arange(part.shape[1], device=part.device)[:, None] for part in (q, k, v))
+    q, k, v = (part[tokens[:, None], own] for part, own in zip((q, k, v), heads))
+    return q, k, v
+
+
+def of_blocks(blocks: Tensor, own: Tensor, sequence: Tensor, within: Tensor, out: Tensor) -> None:
+    """The inverse for blocks [R, H, T, D]: out[own] = blocks[sequence, :, within], all three [N] int64."""
+    out.index_copy_(0, own, blocks.transpose(1, 2)[sequence, within])
+
+
+def candidates(
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    memory: Tensor | None,
+    lengths: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor,
+    seen: Tensor,
+    sinks: int,
+    recent: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What a layer chooses from: the tokens in C slots of each head, then those of a block.
+
+    Padding of the block gets the position of the token before it; it is never valid, so this is never read.
+
+    Args: keys, values [B, Hkv, C, D], positions and memory (or None) [B, Hkv, C] of the slots, of which `lengths` [B,
+        Hkv] are in use; k, v [B, Hkv, T, D] and valid [B, T] of the block; seen [B], true tokens before it.
+    Returns: keys, values, positions, valid, `protected`, memory of the C + T candidates, and how many tokens are seen.
+        Keys and values are empty where there are no slots, since they would be copies of the block's; memory without
+        one.
+    """
+    new = (seen[:, None] + valid.cumsum(-1) - 1)[:, None].expand(-1, k.shape[1], -1).to(torch.int32)
+    used = torch.arange(keys.shape[2], device=keys.device) < lengths[..., None]
+    real = joined(used, valid[:, None].repeat(1, k.shape[1], 1))
+    known = seen.new_empty(0, dtype=torch.float32)
+    if memory is not None:
+        known = joined(memory, k.new_zeros(k.shape[:3], dtype=torch.float32))
+    both = [joined(old, fresh) if keys.shape[2] else old.new_empty(0) for old, fresh in ((keys, k), (values, v))]
+    positions, seen = joined(positions, new), seen + valid.sum(-1)
+    return both[0], both[1], positions, real, protected(positions, seen, sinks, recent), known, seen
+
+
 def compact(
     valid: Tensor, selection: Selection, block: tuple[Tensor, Tensor, Tensor] | None, state: LayerState, spec: Spec
 ) -> None:
@@ -188,3 +238,21 @@ def remember(
     for index in in_order(positions, gone)[..., :most].split(CHUNK, -1):
         new_keys, new_values = (rows_at(rows, index) for rows in (keys, values))
         state.parts.copy_(state.parts.add(new_keys, new_values, gone.gather(2, index)))
+
+
+def memorise(known: Tensor, positions: Tensor, valid: Tensor, state: LayerState, spec: Spec) -> None:
+    """Put what is known of the candidates where those among them lie that stay; 0 in slots that are not in use.
+
+    Args: known [B, Hkv, N] fp32, a number of each; positions, valid [B, Hkv, N].
+    """
+    slots = state.exact
+    assert slots.memory is not None
+    order = in_order(positions, valid)
+    ordered = torch.where(valid, positions, torch.iinfo(torch.int32).max).gather(-1, order)
+    place = torch.searchsorted(ordered, slots["positions"].contiguous()).clamp(max=ordered.shape[-1] - 1)
+    rows = torch.where(slots.valid, known.gather(-1, order).gather(-1, place), 0)
+    if slots.starts is not None:
+        pack(slots.starts, [(slots.memory, pad(rows, (0, 1)))])  # it repeats the last one: 0, for tokens to come
+        return
+    slots.memory.zero_()
+    slots.memory[:, :, : slots.filled] = rows

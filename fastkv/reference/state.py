@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .gather import rows_at, slots_at, unpack
+from .gather import pack, rows_at, slots_at, unpack
 from .moments import Evicted, Moments
 from .slots import PLAIN, SPECIFIED, Codec, SlotFormat, Stored
 
@@ -66,9 +66,10 @@ class Slots:
     format: SlotFormat = PLAIN
     decodes_to: torch.dtype | None = None
     codec: Codec = SPECIFIED
-    # Tensors with a row for every token, which moves with it.
+    # Tensors with a row for every token, which moves with it; then those with one for every slot.
     MOVING: ClassVar = ("keys", "values", "key_scales", "value_scales", "positions", "bias")
     PAIRS: ClassVar = MOVING[:4]  # what they are of
+    EVERY: ClassVar = (*MOVING, "attention", "memory")
 
     def __post_init__(self) -> None:
         self.limit = self.keys.shape[-2] if self.limit < 0 else self.limit
@@ -161,7 +162,7 @@ class Slots:
 
     def _map_slabs(self, change: Callable[[Tensor], Tensor]) -> None:
         """Put another slab in the place of each."""
-        for name in (*self.MOVING, "attention", "memory"):
+        for name in self.EVERY:
             slab = getattr(self, name)
             if slab is not None:
                 setattr(self, name, change(slab))
@@ -234,6 +235,7 @@ class LayerState:
             stands for batch rows that an operation is to pass over, as often as needed; their results mean nothing.
             All others differ. With rows, tensors may be views of pages, whose first axis has a stride of its own.
         standing: what a backend has found out about these tensors, for the next step; None for nothing.
+        pages: [P, bytes] uint8, of which all tensors are views; None where each lies by itself.
     """
 
     exact: Slots
@@ -246,7 +248,9 @@ class LayerState:
     sink_logits: Tensor | None = None
     rows: Tensor | None = None
     standing: Any = None
-    BORROWED: ClassVar = ("sink_logits", "rows")  # tensors that belong to the model, or to a batch
+    pages: Tensor | None = None
+    BORROWED: ClassVar = ("sink_logits", "rows", "pages")  # that belong to the model, or to a batch, or hold the others
+    SLABS: ClassVar = tuple(f"exact.{name}" for name in Slots.EVERY)  # where heads have unequally many slots
 
     @property
     def tiers(self) -> dict[str, Slots]:
@@ -305,23 +309,34 @@ class LayerState:
 
     def shell(self) -> LayerState:
         """The same tensors in objects of their own, so that some may be replaced; for no chosen rows."""
-        own = replace(self, rows=None, exact=replace(self.exact), moments=replace(self.moments))
+        own = replace(self, rows=None, pages=None, exact=replace(self.exact), moments=replace(self.moments))
         own.approx = None if self.approx is None else replace(self.approx)
         own.parts = copy.copy(self.parts)
         return own
 
-    def taken(self, but: tuple[str, ...] = (), only: tuple[str, ...] | None = None) -> LayerState:
+    def names_but(self, but: tuple[str, ...]) -> list[str]:
+        """Of `named_tensors` those that are not named, nor what they are part of."""
+        names = (name for name, _ in self.named_tensors())
+        return [name for name in names if name not in but and name.partition(".")[0] not in but]
+
+    def taken(self, but: tuple[str, ...] = (), only: tuple[str, ...] | None = None, equal: bool = False) -> LayerState:
         """A copy of what `rows` say, in which batch row b lives in row b.
 
         Args: but: names of tensors, or of what they are part of, that stay where they are, in the rows of the state.
-            only: last parts of the names of tensors that do not; None for all.
+            only: last parts of the names of tensors that do not; None for all.  equal: whether heads of unequally many
+            slots have as many in the copy as the one that has most; with starts among what is copied.
         """
         assert self.rows is not None
-        own = self.shell()
-        for name, tensor in self.named_tensors():
-            chosen = only is None or name.rpartition(".")[2] in only
-            if chosen and name not in but and name.partition(".")[0] not in but:
-                own.replace(name, tensor.index_select(0, self.rows))
+        own, named = self.shell(), dict(self.named_tensors())
+        for name in self.names_but(but):
+            if only is None or name.rpartition(".")[2] in only:
+                own.replace(name, named[name].index_select(0, self.rows))
+        exact = own.exact
+        if equal and exact.starts is not None:
+            slabs = [name for name in self.names_but(but) if name in self.SLABS]
+            for name, rows in zip(slabs, unpack([getattr(exact, n[6:]) for n in slabs], exact.starts, exact.limit)):
+                own.replace(name, rows)
+            exact.starts = None
         return own
 
     def stretch(self, first: int, stop: int) -> LayerState:
@@ -341,9 +356,15 @@ class LayerState:
     def put(self, own: LayerState) -> None:
         """Write back what `taken` copied."""
         assert self.rows is not None
-        for (_, tensor), (_, new) in zip(self.named_tensors(), own.named_tensors(), strict=True):
+        named, starts = dict(self.named_tensors()), self.exact.starts
+        slabs = self.SLABS if own.exact.starts is None and starts is not None else ()
+        for name, new in own.named_tensors():
+            tensor, rows = named[name], new
+            if name in slabs and starts is not None:
+                rows = tensor.index_select(0, self.rows)
+                pack(starts.index_select(0, self.rows), [(rows, new)])
             if new is not tensor:
-                tensor.index_copy_(0, self.rows, new)
+                tensor.index_copy_(0, self.rows, rows)
 
     @contextmanager
     def gathered(self, changes: bool = True, only: tuple[str, ...] | None = None) -> Iterator[LayerState]:

@@ -81,9 +81,7 @@ class Watched(HeldPrompt):
         self.cache.allocate(q.shape[1], k, v, k.shape[2])
         rule, state = self.cache.configure(self.attends), self.cache.state
         assert state is not None
-        positions = (valid.cumsum(-1) - 1)[:, None].expand(-1, k.shape[1], -1).to(torch.int32)
-        state.seen += valid.sum(-1)
-        known = signals.candidates(state, (k, v, positions, valid), rule)
+        known = signals.candidates(state, k, v, valid, rule)
         first = state.exact.filled  # slots, all of them empty
         known, scores = signals.score(signals.of_block(known, q, valid, state, rule, None, None), rule)
         guard = protected(known, state.seen, rule)

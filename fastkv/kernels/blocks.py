@@ -1,0 +1,211 @@
+"""Tokens of an engine's batch as padded blocks of prompts and back, and what a layer chooses from once it has read one.
+
+Twins of `reference.blocks_of`, `of_blocks` and `candidates`: nothing is computed but positions, so bytes
+are each once in and once out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..errors import check_shape
+from ._arguments import View
+from ._launch import check_like, pow2
+
+ROWS, BLOCK = 64, 2048  # tokens of a program; of a mask at once
+
+
+class Heads(NamedTuple):
+    """Constants of a launch: numbers of a head of queries or keys and of values, both padded; heads of both."""
+
+    DK: int
+    DV: int
+    BK: int
+    BV: int
+    Q: int
+    KV: int
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor, q: int, kv: int) -> Heads:
+        """For rows [..., D]."""
+        dim, value_dim = keys.shape[-1], values.shape[-1]
+        return cls(dim, value_dim, pow2(dim, 16), pow2(value_dim, 16), q, kv)
+
+
+@triton.jit
+def _copy(from_ptr, to_ptr, source, target, inside, D: tl.constexpr, BD: tl.constexpr):
+    """to[target] = from[source] for rows of D numbers, whose places are counted in numbers."""
+    column = tl.arange(0, BD)
+    mask = inside[:, None] & (column < D)[None, :]
+    rows = tl.load(from_ptr + source[:, None] + column[None, :], mask=mask, other=0.0)
+    tl.store(to_ptr + target[:, None] + column[None, :], rows.to(to_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _blocks_kernel(
+    q: View, k: View, v: View, tokens_ptr, q_ptr, k_ptr, v_ptr, rows, HEADS: tl.constexpr, ROWS: tl.constexpr
+):
+    head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    token = tl.load(tokens_ptr + sequence * rows + row, mask=inside, other=0).to(tl.int64)
+    if head < HEADS.Q:
+        target = ((sequence * HEADS.Q + head) * rows + row) * HEADS.DK
+        _copy(q.ptr + head * q.stride_h, q_ptr, token * q.stride_t, target, inside, HEADS.DK, HEADS.BK)
+    else:
+        own = head - HEADS.Q
+        place = (sequence * HEADS.KV + own) * rows + row
+        _copy(k.ptr + own * k.stride_h, k_ptr, token * k.stride_t, place * HEADS.DK, inside, HEADS.DK, HEADS.BK)
+        _copy(v.ptr + own * v.stride_h, v_ptr, token * v.stride_t, place * HEADS.DV, inside, HEADS.DV, HEADS.BV)
+
+
+def blocks_of(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.blocks_of`: one launch, no host sync. q, k, v [N, H, D] have unit stride along D."""
+    (batch, rows), dtype = tokens.shape, q.dtype
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    made = [torch.empty(batch, t.shape[1], rows, t.shape[2], dtype=t.dtype, device=t.device) for t in (q, k, v)]
+    check_like("blocks_of", (batch, rows), tokens=tokens)
+    heads = Heads.of(q, v, q.shape[1], k.shape[1])
+    assert k.dtype == v.dtype == dtype and k.shape[1:] == (heads.KV, heads.DK)
+    views = (View(t, 0, t.stride(1), t.stride(0)) for t in (q, k, v))
+    grid = triton.cdiv(rows, ROWS), heads.Q + heads.KV, batch
+    if tokens.numel():
+        _blocks_kernel[grid](*views, tokens, *made, rows, HEADS=heads, ROWS=ROWS)
+    return made[0], made[1], made[2]
+
+
+@triton.jit(do_not_specialize=["rows", "number"])
+def _back_kernel(
+    blocks_ptr, own_ptr, sequence_ptr, within_ptr, out: View, rows, number, HEADS: tl.constexpr, ROWS: tl.constexpr
+):
+    head, index = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = index < number
+    token = tl.load(own_ptr + index, mask=inside, other=0)
+    sequence = tl.load(sequence_ptr + index, mask=inside, other=0)
+    within = tl.load(within_ptr + index, mask=inside, other=0)
+    source = ((sequence * HEADS.Q + head) * rows + within) * HEADS.DV
+    _copy(blocks_ptr, out.ptr + head * out.stride_h, source, token * out.stride_t, inside, HEADS.DV, HEADS.BV)
+
+
+def of_blocks(blocks: Tensor, own: Tensor, sequence: Tensor, within: Tensor, out: Tensor) -> None:
+    """`reference.of_blocks`: one launch, no host sync. blocks [R, H, T, D], contiguous; out [N, H, D] has unit stride
+    along D.
+    """
+    assert out.stride(-1) == 1
+    check_like("of_blocks", own.shape, own=own, sequence=sequence, within=within)
+    check_like("of_blocks", (None, out.shape[1], None, out.shape[2]), blocks=blocks)
+    if len(own):
+        _back_kernel[triton.cdiv(len(own), ROWS), out.shape[1]](
+            blocks, own, sequence, within, View(out, 0, out.stride(1), out.stride(0)), blocks.shape[2], len(own),
+            HEADS=Heads.of(out, out, out.shape[1], 0), ROWS=ROWS,
+        )  # fmt: skip
+
+
+class CandidatePointers(NamedTuple):
+    """What is made of the candidates, see `reference.candidates`. Absent: what is not."""
+
+    keys_ptr: Any
+    values_ptr: Any
+    positions_ptr: Any
+    valid_ptr: Any
+    guard_ptr: Any
+    memory_ptr: Any
+    seen_ptr: Any
+
+
+class Protection(NamedTuple):
+    """First and last tokens that never leave."""
+
+    sinks: Any
+    recent: Any
+
+
+@triton.jit(do_not_specialize=["used", "T"])
+def _candidates_kernel(
+    keys: View, values: View, positions: View, memory_ptr, k: View, v: View, valid_ptr, lengths_ptr, seen_ptr,
+    made: CandidatePointers, never: Protection, used, T, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    batch, own, number = head // HEADS.KV, head % HEADS.KV, used + T
+    index = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    old, fresh = index < used, (index >= used) & (index < number)
+    valid_ptr += batch * T
+    first = tl.maximum(tl.program_id(1) * ROWS - used, 0)  # of the block
+    before = tl.zeros([BLOCK], tl.int32)
+    total = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, T, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        real = (tl.load(valid_ptr + token, mask=token < T, other=0) != 0).to(tl.int32)
+        total += real
+        before += tl.where(token < first, real, 0)
+    seen = tl.load(seen_ptr + batch)
+    real = (tl.load(valid_ptr + index - used, mask=fresh, other=0) != 0).to(tl.int32)
+    position = seen.to(tl.int32) + tl.sum(before, 0) + tl.cumsum(real, 0) - 1
+    slot = batch * positions.stride_b + own * positions.stride_h + index
+    position = tl.where(old, tl.load(positions.ptr + slot, mask=old, other=0), position)
+    place = head * number + index
+    tl.store(made.positions_ptr + place, position, mask=index < number)
+    after = seen + tl.sum(total, 0)
+    guard = (position < never.sinks) | (position >= after - never.recent)
+    tl.store(made.guard_ptr + place, guard.to(tl.uint8), mask=index < number)
+    real = tl.where(old, index < tl.load(lengths_ptr + head), real != 0)
+    tl.store(made.valid_ptr + place, real.to(tl.uint8), mask=index < number)
+    if memory_ptr is not None:
+        tl.store(made.memory_ptr + place, tl.load(memory_ptr + slot, mask=old, other=0.0), mask=index < number)
+    if made.keys_ptr is not None:
+        far, near = index.to(tl.int64), (index - used).to(tl.int64)
+        key_ptr, value_ptr = (
+            keys.ptr + batch * keys.stride_b + own * keys.stride_h,
+            values.ptr + batch * values.stride_b + own * values.stride_h,
+        )
+        k_ptr, v_ptr = k.ptr + batch * k.stride_b + own * k.stride_h, v.ptr + batch * v.stride_b + own * v.stride_h
+        _copy(key_ptr, made.keys_ptr, far * keys.stride_t, place * HEADS.DK, old, HEADS.DK, HEADS.BK)
+        _copy(value_ptr, made.values_ptr, far * values.stride_t, place * HEADS.DV, old, HEADS.DV, HEADS.BV)
+        _copy(k_ptr, made.keys_ptr, near * k.stride_t, place * HEADS.DK, fresh, HEADS.DK, HEADS.BK)
+        _copy(v_ptr, made.values_ptr, near * v.stride_t, place * HEADS.DV, fresh, HEADS.DV, HEADS.BV)
+    if (own == 0) & (tl.program_id(1) == 0):
+        tl.store(made.seen_ptr + batch, after)
+
+
+def candidates(
+    keys: Tensor, values: Tensor, positions: Tensor, memory: Tensor | None, lengths: Tensor, k: Tensor, v: Tensor,
+    valid: Tensor, seen: Tensor, sinks: int, recent: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`reference.candidates`: one launch, no host sync. All have unit stride along D, or along slots.
+
+    Raises: FastKVError for shapes or strides that do not fit.
+    """
+    op, (batch, heads, used), num = "candidates", positions.shape, k.shape[2]
+    valid = valid.contiguous()
+    check_like(op, (batch, num), valid=valid)
+    check_like(op, (batch, heads), lengths=lengths)
+    check_like(op, (batch,), seen=seen)
+    check_shape(op, "k", k, (batch, heads, num, keys.shape[-1]))
+    check_shape(op, "v", v, (batch, heads, num, values.shape[-1]))
+    rows = (keys, values, k, v, positions)
+    assert all(part.stride(-1) == 1 for part in rows) and (memory is None or memory.stride() == positions.stride())
+    shape = batch, heads, used + num
+
+    def made(dtype: torch.dtype, *more: int, there: bool = True) -> Tensor:
+        return torch.empty(*(*shape, *more) if there else (0,), dtype=dtype, device=keys.device)
+
+    both = (made(part.dtype, part.shape[-1], there=used > 0) for part in (keys, values))
+    masks = made(torch.bool), made(torch.bool)
+    out = (*both, made(torch.int32), *masks, made(torch.float32, there=memory is not None))
+    after = torch.empty_like(seen)
+    if batch:
+        real, guard = (part.view(torch.uint8) for part in masks)
+        pointers = CandidatePointers(out[0], out[1], out[2], real, guard, out[5], after)
+        pointers = pointers if memory is not None else pointers._replace(memory_ptr=None)
+        pointers = pointers if used else pointers._replace(keys_ptr=None, values_ptr=None)
+        _candidates_kernel[batch * heads, triton.cdiv(used + num, ROWS)](
+            View.of(keys), View.of(values), View(positions, *positions.stride()), memory, View.of(k), View.of(v),
+            valid.view(torch.uint8), lengths, seen, pointers, Protection(sinks, recent), used, num,
+            HEADS=Heads.of(keys, values, 0, heads), ROWS=ROWS, BLOCK=BLOCK,
+        )  # fmt: skip
+    return *out, after  # type: ignore[return-value]
