@@ -67,8 +67,8 @@ def filled(
         how pairs are stored; shares: of `tokens` that each head has, None for equal heads.
     """
     kind, half = corrections.get(correction), dtype.itemsize == 2
-    pairs, keys_only = kind.split((tokens,) * num_kv_heads, tokens, SINKS + RECENT, None, (True,) * num_kv_heads)
-    pairs = pairs if shares is None else tuple(round(share * tokens) for share in shares)
+    room = tuple(round(share * tokens) for share in shares or (1.0,) * num_kv_heads)
+    pairs, keys_only = kind.split(room, tokens, SINKS + RECENT, None, (True,) * num_kv_heads)
     held = dict(approx=keys_only, order=kind.order, slope=half, attention=attention, format=FORMATS[slots])
     layout = Layout(pairs, kind, mean=tokens, spare=free, **held)  # type: ignore[arg-type]
     like = torch.empty(batch, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
