@@ -76,7 +76,7 @@ def check(parts, tokens, most):
 
 @pytest.mark.parametrize("dim, dtype", covering([64, 80, 96, 128, 256], DTYPES, together=1))
 def test_an_eviction(dim, dtype):
-    check(parts_of(1, 2, 31, dim, 40), candidates(1, 2, 50, dim, (16, 3), dtype), 16)
+    check(parts_of(1, 1, 31, dim, 40), candidates(1, 1, 50, dim, (16,), dtype), 16)
 
 
 @settings(max_examples=examples(60), deadline=None)

@@ -10,11 +10,10 @@ from .processes import begin, of_module
 SCORES = "keydiff lever window ahead expected mass peaks kept".split()
 SAMPLE = [
     *(f"tests/ptx/test_launches.py::test_any_order_of_programs_gives_the_same_bits[{name}]"
-      for name in ("decode-rows", "vector", "evict", "evict-rows", "evict-int4", "compact")),
+      for name in ("decode", "decode-rows", "vector", "evict", "evict-rows", "evict-int4", "compact")),
     *(f"tests/test_kernels_scores.py::test_head_dims[{name}-16]" for name in SCORES),
     "tests/ptx/test_launches.py::test_bugs_are_reported[a barrier is missing in select]",
     "tests/ptx/test_launches.py::test_bugs_are_reported[a store has no mask]",
-    "tests/test_kernels_codes.py::test_decode_variants[int8-None-None-True-True-1]",
     "tests/test_kernels_decode.py::test_shapes[group8-bfloat16-moments]",
     "tests/test_kernels_evict.py::test_moment_scores_shapes[all-float32]",
     "tests/test_kernels_evict.py::test_slot_signals",
