@@ -160,7 +160,7 @@ def rows_of(cases: Sequence[Case]) -> list[dict[str, Any]]:
 
 WORDS = ("cache", "context", "batch")
 COLUMNS: common.Columns = {
-    "kept": ("kept", "{}", "tokens per KV head in the cache after the prompt"),
+    "kept": ("kept", "{}", "tokens per KV head in the cache after the prompt, mean"),
     "first": ("first s", "{:.2f}", "time to the first token: the whole prompt"),
     "step": ("ms/token", "{:.2f}", "milliseconds per further token of every sequence, evictions included"),
     "step_range": ("p20-p80", "{0[0]:.1f}-{0[1]:.1f}", "of the samples, each a whole eviction period"),

@@ -138,7 +138,7 @@ class Full:
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
     def kept(self, cache: Any) -> int:
-        """Tokens per KV head, the most of all layers."""
+        """Tokens per KV head, mean."""
         return int(cache.get_seq_length())
 
 
@@ -170,7 +170,7 @@ class Compressed(Full):
 
     def kept(self, cache: Any) -> int:
         """As of `Full`."""
-        return max(int(layer.state.stored.max()) for layer in cache.compressed)
+        return round(sum(float(one.state.stored.float().mean()) for one in cache.compressed) / len(cache.compressed))
 
 
 @torch.no_grad()
