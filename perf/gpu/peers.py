@@ -24,7 +24,7 @@ from fastkv import reference
 
 from ..micro.states import SCALE, Heads
 from .clock import Case, Work, copy_work, nbytes, num_sets, randn, right, tokens
-from .place import HALF, FlashAttnStandIn, FlashInferStandIn, Place, plain_attention
+from .place import HALF, FlashAttnStandIn, FlashInferStandIn, Place, forget_compiled, plain_attention
 
 PAGE = 16  # tokens of a FlashInfer page
 Builder = Callable[[Case, Place], Work]
@@ -59,6 +59,19 @@ def sdpa(case: Case, place: Place, backend: SDPBackend) -> Work:
     def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH if place.toy else backend):
             return plain_attention(q, keys, values, SCALE)
+
+    return peer(attend, case, place)
+
+
+def flex(case: Case, place: Place) -> Work:
+    """FlexAttention, compiled for this one shape."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    forget_compiled()
+    run: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+    def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return run(q[:, :, None], keys, values, scale=SCALE, enable_gqa=True)[:, :, 0]
 
     return peer(attend, case, place)
 
@@ -151,4 +164,5 @@ PEERS: dict[str, Builder] = {
     "FlashInfer tensor cores": partial(flashinfer, tensor_cores=True),
     "flash-attn 2": partial(with_kvcache, name="flash_attn"),
     "flash-attn 3": partial(with_kvcache, name="flash_attn_interface"),
+    "FlexAttention": flex,
 }
