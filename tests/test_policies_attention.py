@@ -127,7 +127,7 @@ def test_rows_padding_and_order_of_slots_do_not_matter(policy, decoding, num, pa
 
 
 class Process:
-    """One of two processes that hold a head each, as threads: what `fastkv.parallel.Parallel` does for a policy."""
+    """One of two processes that hold a head each, as threads: what `fastkv.backend.Parallel` does for a policy."""
 
     def __init__(self, rank, parts, barrier):
         self.rank, self.parts, self.barrier = rank, parts, barrier
