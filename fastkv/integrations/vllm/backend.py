@@ -28,8 +28,6 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackendImpl,
     CPUAttentionMetadataBuilder,
 )
-from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend
-from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from ...backend import Parallel, check_backend, resolve
@@ -394,22 +392,3 @@ class CPUBackend(CPUAttentionBackend):
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """The pages of a layer."""
         return spec if cls.page is None else FastKVSpec.like(spec, cls.page)
-
-
-class Refusing:
-    """A CPU's backend for layers that cache latents (MLA), of models without settings, which would do nothing there."""
-
-    @classmethod
-    def get_impl_cls(cls) -> Any:
-        """What attends. Raises: FastKVError if the model that is being made has settings for fastkv."""
-        if settings.asked(get_current_vllm_config()):
-            raise FastKVError("fastkv does not compress latents (MLA) in vLLM; serve the model without its settings")
-        return super().get_impl_cls()  # type: ignore[misc]
-
-
-class CPULatentBackend(Refusing, CPUMLABackend):
-    """`CPUMLABackend` for models without settings."""
-
-
-class AMXLatentBackend(Refusing, AMXMLABackend):
-    """`AMXMLABackend` for models without settings."""
