@@ -104,11 +104,8 @@ def test_the_wheel_works_without_the_extra(wheel, tmp_path):
         file.extractall(tmp_path)
     code, output, errors = run(WITHOUT, tmp_path / "process", str(tmp_path))
     assert code == 0, errors
-    file, *lines = output.splitlines()
-    assert Path(file).parent == tmp_path / "fastkv"
-    said = next(line for line in lines if line.startswith("  all others"))
+    assert Path(output.splitlines()[0]).parent == tmp_path / "fastkv"
     how = "rich and matplotlib are not installed (pip install 'fastkv-attn[cli]')"
-    assert said.endswith(f"not available: {how}")
     sentences = [line for line in errors.splitlines() if line.startswith("fastkv ")]
     assert sentences == [
         f"fastkv {name}: this command needs the extra cli: {how}" for name in ("demo", "calibrate", "eval")
