@@ -40,7 +40,12 @@ FOUR = ("int4", "k8v4")  # whose values are packed
 # Kernels that read nothing else, a few bytes at a time.
 NUMBERS = (
     "_flash.runs",
+    "order.key",
+    "order.memorise",
+    "order.rank",
+    "peak_attention.pool",
     "rows.copy",
+    "z_scores.needed",
     "window_scores.merge",
     "expected_attention.sum",
     "expected_attention.weight",
@@ -48,6 +53,7 @@ NUMBERS = (
 )
 LEAVING = ("evict.evict", "compact.moments", "compact.merge")
 PREFILL = "prefill_attention.prefill"
+AHEAD = "expected_attention.ahead"
 SHARES = (0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7)  # of heads of unequally many slots
 CASES = (
     Path(__file__).with_suffix(".txt").read_text()
@@ -184,10 +190,8 @@ def reading(dim: int, **kept: Any) -> None:
     operations.of_blocks(new(2, 32, BLOCK, dim, dtype=q.dtype), *own, q)
     _, k, v = block(state, BLOCK, 4, dim)
     exact, given = state.exact, (k, v, mask(1, BLOCK), state.seen)
-    for used, memory in ((TOKENS, new(*exact.positions.shape)), (TOKENS, None), (0, None)):
-        stored = (part[:, :, :used] for part in (exact.keys, exact.values, exact.positions))
-        known = None if memory is None else memory[:, :, :used]
-        operations.candidates(*stored, known, exact.lengths, *given, 4, 32)
+    for memory in (new(*exact.positions.shape), None):
+        operations.candidates(exact.keys, exact.values, exact.positions, memory, exact.lengths, *given, 4, 32)
 
 
 def rows(dim: int, **kept: Any) -> None:
@@ -336,7 +340,7 @@ class Variant:
             evicted = tile.BLOCK_C * tile.SLICE if centroids else tile.SEED * tile.BV
             return slots in FOUR or evicted <= threads
         coded = slots != "model" and (dim >= 256 or self.of == "evict.evict")
-        return slots in FOUR or (self.of in LEAVING and (dim > 256 or coded))
+        return slots in FOUR or (self.of in LEAVING and (dim > 256 or coded)) or (self.of == AHEAD and dim > 256)
 
     @property
     def once(self) -> int:

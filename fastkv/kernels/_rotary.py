@@ -64,18 +64,17 @@ def _cos_sin(angle):
 
 
 @triton.jit
-def _members(pair, R: tl.constexpr, START: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The two numbers of a head in each pair: first those that turn, then the others by twos."""
+def _members(pair, D: tl.constexpr, R: tl.constexpr, START: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The two numbers of a head of D in each pair: first those that turn, then the others by twos."""
     if INTERLEAVED:
         first, second = START + 2 * pair, START + 2 * pair + 1
     else:
         first, second = START + pair, START + pair + R // 2
-    rest = 2 * pair - R
-    still = rest >= 0
-    return (
-        tl.where(still, rest + tl.where(rest < START, 0, R), first),
-        tl.where(still, rest + 1 + tl.where(rest + 1 < START, 0, R), second),
-    )
+    if R < D:  # else the compiler sees that they lie side by side
+        rest = 2 * pair - R
+        first = tl.where(rest >= 0, rest + tl.where(rest < START, 0, R), first)
+        second = tl.where(rest >= 0, rest + 1 + tl.where(rest + 1 < START, 0, R), second)
+    return first, second
 
 
 @triton.jit

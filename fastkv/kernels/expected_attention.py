@@ -142,7 +142,7 @@ def _queries_back(queries_ptr, stride_t, row, asks, position, turn, pair, TILE: 
     """Both members of some pairs of queries as they were before they were turned, 0 where not asked."""
     R: tl.constexpr = TILE.R
     D: tl.constexpr = TILE.D
-    one, two = _members(pair, R, TILE.START, TILE.INTERLEAVED)
+    one, two = _members(pair, D, R, TILE.START, TILE.INTERLEAVED)
     inside = asks[:, None] & (pair < D // 2)[None, :]
     row_ptr = queries_ptr + row.to(tl.int64)[:, None] * stride_t
     first = tl.load(row_ptr + one[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -226,7 +226,7 @@ def _ahead_kernel(
         sin += tl.sum(tl.where((step <= horizon)[:, None], more_sin, 0.0), 0)
     cos = tl.where(turned, cos / horizon * turn.scaling, 1.0)
     sin = tl.where(turned, sin / horizon * turn.scaling, 0.0)
-    one, two = _members(pair, R, TILE.START, TILE.INTERLEAVED)
+    one, two = _members(pair, D, R, TILE.START, TILE.INTERLEAVED)
     if tl.program_id(1) == 0:
         mean_ptr += head * D
         tl.store(mean_ptr + one, first_mean * cos - second_mean * sin, mask=pair < D // 2)
@@ -237,7 +237,7 @@ def _ahead_kernel(
     one_right = one_two * cos[:, None] - two_two * sin[:, None]
     two_left = two_one * cos[:, None] + one_one * sin[:, None]
     two_right = two_two * cos[:, None] + one_two * sin[:, None]
-    left, right = _members(column, R, TILE.START, TILE.INTERLEAVED)
+    left, right = _members(column, D, R, TILE.START, TILE.INTERLEAVED)
     cos, sin = _at(cos, pair, column)[None, :] / number, _at(sin, pair, column)[None, :] / number
     inside = (pair < D // 2)[:, None] & (column < D // 2)[None, :]
     covariance_ptr += head * D * D

@@ -167,13 +167,14 @@ def _scores(
     elif mask is not None:
         order, lengths, mask = mask.logical_not().to(torch.uint8).argsort(dim=-1, stable=True), mask.sum(-1), None
     width = pow2(dim, 16)
-    rows = triton.cdiv(max(LEAST_ROWS, triton.cdiv(window, MAX_SPLITS)), BLOCK_N[width]) * BLOCK_N[width]
+    block = BLOCK_N[width] // (1 if rotary is None else 2)  # turning takes registers
+    rows = triton.cdiv(max(LEAST_ROWS, triton.cdiv(window, MAX_SPLITS)), block) * block
     splits = triton.cdiv(window, rows)
     grid = (batch * heads, triton.cdiv(num, window) * splits)
     sums = torch.empty(*grid, width, dtype=torch.float32, device=keys.device)
     counts = torch.empty(*grid, dtype=torch.int32, device=keys.device)
     known = Real(order, lengths, None if mask is None else mask.view(torch.uint8))
-    sizes, tile, turn = (num, window, rows, splits), Tile(heads, dim, width, BLOCK_N[width]), Turn()
+    sizes, tile, turn = (num, window, rows, splits), Tile(heads, dim, width, block), Turn()
     if rotary is not None and positions is not None:
         tile, turn = Tile(*tile[:4], *Pairing.of(rotary, dim)), Turn.of(positions, rotary)
     given = View.of(keys), known, turn, sums, counts

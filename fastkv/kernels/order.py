@@ -20,7 +20,7 @@ from ._attention import _home, _page
 from ._launch import check_like, check_rows
 
 BLOCK = 1024
-SLOTS, CANDIDATES = 64, 128  # compared at once
+SLOTS, CANDIDATES = 64, 64  # compared at once
 FEW = 4096  # candidates of a head: of more, a sort is faster
 LAST = tl.constexpr(2**31 - 1)
 
