@@ -472,6 +472,23 @@ def test_heads_are_dealt_anew_as_a_text_grows():
     assert sum(layer.cache.nbytes() for layer in cache.compressed) == bytes_then
 
 
+def test_a_layer_that_keeps_all_of_a_growing_text_gets_slots_for_it():
+    """The first layers have room for the whole text: what follows a first prompt needs more slots than they have."""
+    model = build("llama")
+    equal = torch.ones(len(KEEPS), LAYERS, HEADS, dtype=torch.float16)
+    patched(model, replace(shares_of(model), table=equal), policy="pyramidkv", tokens=40, backend="reference")
+    ids, _ = prompt(batch=1, length=80, pads=(0,))
+    cache = FastKVCache(model)
+    model(ids[:, :60], past_key_values=cache)
+    model(ids[:, 60:70], past_key_values=cache)
+    for place in range(70, 73):
+        model(ids[:, place : place + 1], past_key_values=cache)
+    slots = cache.compressed[0].cache.state.exact
+    assert (kept(cache)[0, :2] == 73).all()
+    assert (slots.starts.diff(dim=-1) >= slots.lengths).all()
+    assert torch.equal(slots["positions"][0, :, :73].sort(dim=-1).values, torch.arange(73).expand(2, -1).int())
+
+
 def test_save_and_load(tmp_path):
     model = build("llama")
     shares = shares_of(model)

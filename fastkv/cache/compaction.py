@@ -75,7 +75,7 @@ def remember(state: LayerState, signals: Signals, kept: Tensor, most: int, rule:
 
     Args: kept [B, Hkv, N] bool, which stay.  most: at least as many as leave any head.
     """
-    if state.parts is not None:
+    if state.parts is not None and most:
         pairs = (signals.keys, signals.values, signals.positions)
         ops.remember(*pairs, signals.valid, kept, most, state, rule.spec)
 

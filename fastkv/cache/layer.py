@@ -72,6 +72,7 @@ class LayerCache:
         self.workspace, self.static, self.started = workspace, static, False
         self.num_heads, self.leads = 0, plan.place == 0
         self.average = self.context = 0  # tokens per head of all layers, and the text that heads were dealt them for
+        self.anew = False  # whether that is more than their slots were made for
         self.kv_sharers, self.left = plan.kv_sharers, 0
         self.records = False
         self.pending: PendingBlock | None = None
@@ -105,6 +106,7 @@ class LayerCache:
         shares = self.plan.dealt(self.average, context)
         heads, parallel = len(self.rule.layout.tokens), self.plan.parallel
         self.rule = self.rule.keeping(shares[parallel.rank * heads : (parallel.rank + 1) * heads])
+        self.anew = True
 
     def adopt(self, state: LayerState, layout: Layout, num_heads: int) -> None:
         """Go on from a state that was laid out for this layer: a new one or a saved one."""
@@ -190,7 +192,8 @@ class LayerCache:
     ) -> None:
         """Make tokens of a prompt part of the state; shapes as in `read`, reread and mass as in `absorb_block`."""
         state, rule = self._held()
-        absorb_block(state, q, k, v, valid, rule, reread, mass)
+        absorb_block(state, q, k, v, valid, rule, reread, mass, self.anew)
+        self.anew = False
         self.workspace.clock.restart()
         if state.exact.starts is not None:
             self.prepare()  # the longest head may have changed
@@ -219,6 +222,7 @@ class LayerCache:
             if follows and length > GROWTH * max(self.context, self.average):
                 self.deal(length)  # anew, for a text that has grown to so many tokens
                 evict(*self._held(), anew=True)
+                self.anew = False
                 self.prepare()
             else:
                 evict(state, rule)

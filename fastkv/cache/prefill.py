@@ -46,15 +46,17 @@ def absorb_block(
     rule: LayerConfig,
     reread: Reread | None = None,
     mass: Tensor | None = None,
+    anew: bool = False,
 ) -> None:
     """Make the block part of the state, evicting down to the layer's budget; what leaves is remembered.
 
     Shapes as in `attend_block`, which comes first: every query sees its whole past before anything is evicted.
-    reread: what is known of the block where it was read twice. mass: of `attend_block`.
+    reread: what is known of the block where it was read twice. mass: of `attend_block`. anew: whether heads are dealt
+    other slots than they have.
     """
     num = k.shape[2]
     candidates = signals.candidates(state, k, v, valid, rule)
-    full = state.exact.filled + num > rule.layout.least
+    full = anew or state.exact.filled + num > rule.layout.least
     if full or rule.layout.memory:
         candidates, scores = signals.score(signals.of_block(candidates, q, valid, state, rule, reread, mass), rule)
     if not full:
