@@ -238,8 +238,8 @@ class PagedLayer:
         """
         chosen, valid = self.state.at(blocks.index), blocks.valid
         own = ops.taken(chosen, self.rule.spec, equal=self.rule.layout.fixed)
-        for slots in own.tiers.values():
-            slots.limit = self._limit(slots, blocks)
+        for tier, slots in own.tiers.items():
+            slots.limit = self._limit(tier, slots, blocks)
             slots.filled = min(max(blocks.before), slots.limit - self.rule.layout.spare * (slots is own.exact))
         q, k, v = ops.blocks_of(q, k, v, blocks.tokens, backend=self.rule.spec.backend)
         result, mass = attend_block(own, q, k, v, valid, self.rule)
@@ -247,14 +247,14 @@ class PagedLayer:
         ops.put(chosen, own)
         ops.of_blocks(result, blocks.own, blocks.sequence, blocks.within, out, backend=self.rule.spec.backend)
 
-    def _limit(self, slots: Slots, blocks: PagedBlocks) -> int:
+    def _limit(self, tier: str, slots: Slots, blocks: PagedBlocks) -> int:
         """Slots of the head that has most. The host waits for the device where heads have traded slots."""
-        layout = self.rule.layout
-        if not layout.adaptive or slots.starts is None:
+        layout, starts = self.rule.layout, self.state.tiers[tier].starts
+        if not layout.adaptive or starts is None:
             return slots.limit
         if not any(blocks.before):
             return max(layout.capacities("exact"))
-        return int(slots.starts.diff(dim=-1).max())
+        return int(starts.index_select(0, blocks.index).diff(dim=-1).max())
 
     def evict(self, due: Tensor) -> None:
         """Let these sequences shrink to their budget; nothing but their pages is touched.

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..backend import why_no_head_dim
+from ..backend import MAX_COMMON_HEAD_DIM, MAX_HEAD_DIM
 from ..errors import FastKVError, check_groups, check_shape
 from ..reference import Centroids, LayerState, Slots
 from ..reference.slots import GROUP
@@ -122,11 +122,15 @@ def check_centroids(op: str, centroids: Centroids, shape: tuple[int, ...], dim: 
         )
 
 
-def check_head_dim(op: str, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> None:
+def check_head_dim(op: str, head_dim: int, dtype: torch.dtype | None = None) -> None:
     """Raise FastKVError unless the kernels support this head size, for attention in `dtype` if one is given."""
-    problem = why_no_head_dim(dtype, head_dim, head_dim)
-    if problem is not None:
-        raise FastKVError(f"{op}: {problem}; use backend='reference'")
+    exact = dtype == torch.float32
+    most = MAX_COMMON_HEAD_DIM if exact or on_hip() else MAX_HEAD_DIM
+    if head_dim > most or head_dim % 16:
+        raise FastKVError(
+            f"{op} supports head_dim up to {most}{' in float32' * exact} in multiples of 16, got {head_dim}; use "
+            "backend='reference'"
+        )
 
 
 def check_decode(op: str, q: Tensor, state: LayerState, keys: Tensor, values: Tensor, *same_dtype: Tensor) -> int:

@@ -118,6 +118,15 @@ class CandidatePointers(NamedTuple):
     seen_ptr: Any
 
 
+class Known(NamedTuple):
+    """What is known of slots, sequences and the tokens of a block. Absent: what the policy does not remember."""
+
+    memory_ptr: Any
+    lengths_ptr: Any
+    seen_ptr: Any
+    valid_ptr: Any
+
+
 class Protection(NamedTuple):
     """First and last tokens that never leave."""
 
@@ -127,14 +136,14 @@ class Protection(NamedTuple):
 
 @triton.jit(do_not_specialize=["used", "T"])
 def _candidates_kernel(
-    keys: View, values: View, positions: View, memory_ptr, k: View, v: View, valid_ptr, lengths_ptr, seen_ptr,
-    made: CandidatePointers, never: Protection, used, T, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    keys: View, values: View, positions: View, k: View, v: View, known: Known, made: CandidatePointers,
+    never: Protection, used, T, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     batch, own, number = head // HEADS.KV, head % HEADS.KV, used + T
     index = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     old, fresh = index < used, (index >= used) & (index < number)
-    valid_ptr += batch * T
+    valid_ptr = known.valid_ptr + batch * T
     first = tl.maximum(tl.program_id(1) * ROWS - used, 0)  # of the block
     before = tl.zeros([BLOCK], tl.int32)
     total = tl.zeros([BLOCK], tl.int32)
@@ -143,7 +152,7 @@ def _candidates_kernel(
         real = (tl.load(valid_ptr + token, mask=token < T, other=0) != 0).to(tl.int32)
         total += real
         before += tl.where(token < first, real, 0)
-    seen = tl.load(seen_ptr + batch)
+    seen = tl.load(known.seen_ptr + batch)
     real = (tl.load(valid_ptr + index - used, mask=fresh, other=0) != 0).to(tl.int32)
     position = seen.to(tl.int32) + tl.sum(before, 0) + tl.cumsum(real, 0) - 1
     slot = batch * positions.stride_b + own * positions.stride_h + index
@@ -153,10 +162,10 @@ def _candidates_kernel(
     after = seen + tl.sum(total, 0)
     guard = (position < never.sinks) | (position >= after - never.recent)
     tl.store(made.guard_ptr + place, guard.to(tl.uint8), mask=index < number)
-    real = tl.where(old, index < tl.load(lengths_ptr + head), real != 0)
+    real = tl.where(old, index < tl.load(known.lengths_ptr + head), real != 0)
     tl.store(made.valid_ptr + place, real.to(tl.uint8), mask=index < number)
-    if memory_ptr is not None:
-        tl.store(made.memory_ptr + place, tl.load(memory_ptr + slot, mask=old, other=0.0), mask=index < number)
+    if known.memory_ptr is not None:
+        tl.store(made.memory_ptr + place, tl.load(known.memory_ptr + slot, mask=old, other=0.0), mask=index < number)
     if made.keys_ptr is not None:
         far, near = index.to(tl.int64), (index - used).to(tl.int64)
         key_ptr, value_ptr = (
@@ -204,8 +213,8 @@ def candidates(
         pointers = pointers if memory is not None else pointers._replace(memory_ptr=None)
         pointers = pointers if used else pointers._replace(keys_ptr=None, values_ptr=None)
         _candidates_kernel[batch * heads, triton.cdiv(used + num, ROWS)](
-            View.of(keys), View.of(values), View(positions, *positions.stride()), memory, View.of(k), View.of(v),
-            valid.view(torch.uint8), lengths, seen, pointers, Protection(sinks, recent), used, num,
+            View.of(keys), View.of(values), View(positions, *positions.stride()), View.of(k), View.of(v),
+            Known(memory, lengths, seen, valid.view(torch.uint8)), pointers, Protection(sinks, recent), used, num,
             HEADS=Heads.of(keys, values, 0, heads), ROWS=ROWS, BLOCK=BLOCK,
         )  # fmt: skip
     return *out, after  # type: ignore[return-value]

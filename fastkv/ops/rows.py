@@ -65,13 +65,11 @@ def _table(stretches: tuple[tuple[int, int, int], ...], device: torch.device) ->
 def _copied(state: LayerState, names: list[str], copy: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """Copy the named tensors of the batch's rows out of their pages; from the `copy` back, if that is given.
 
-    Without "exact.starts" among the names, the copy has heads of equally many slots. Returns: the copy, uint8, and the
-    tensors that are views of it.
+    Of a slab, the copy has heads of equally many slots. Returns: the copy, uint8, and the tensors that are views of it.
     """
     named, exact, rows, pages = dict(state.named_tensors()), state.exact, state.rows, state.pages
     assert rows is not None and pages is not None
-    starts = None if "exact.starts" in names else exact.starts
-    stretches, shapes = [], []
+    starts, stretches, shapes = exact.starts, [], []
     for name in names:
         tensor = named[name]
         if tensor.stride(0) * tensor.itemsize != pages.stride(0):
@@ -94,16 +92,15 @@ def _copied(state: LayerState, names: list[str], copy: Tensor | None = None) -> 
 
 
 def taken(state: LayerState, spec: Spec, but: tuple[str, ...] = (), equal: bool = False) -> LayerState:
-    """`LayerState.taken`. Kernel: one launch, of pages."""
-    if state.pages is None or resolve(spec.backend, state.pages.device) != "triton":
+    """`LayerState.taken`. Kernel: one launch, of pages whose heads have equally many slots or can be copied so."""
+    slabs = state.exact.starts is not None and not equal
+    if slabs or state.pages is None or resolve(spec.backend, state.pages.device) != "triton":
         return state.taken(but, equal=equal)
     own = state.shell()
-    names = [name for name in state.names_but(but) if not (equal and name == "exact.starts")]
-    own.pages, found = _copied(state, names)
+    own.pages, found = _copied(state, [name for name in state.names_but(but) if name != "exact.starts"])
     for name, tensor in found.items():
         own.replace(name, tensor)
-    if equal:
-        own.exact.starts = None
+    own.exact.starts = None
     return own
 
 
