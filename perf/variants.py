@@ -40,11 +40,11 @@ FOUR = ("int4", "k8v4")  # whose values are packed
 # Kernels that read nothing else, a few bytes at a time.
 NUMBERS = (
     "_flash.runs",
-    "order.key",
-    "order.memorise",
-    "order.rank",
+    "slot_signals.key",
+    "slot_signals.memorise",
+    "slot_signals.rank",
     "peak_attention.pool",
-    "rows.copy",
+    "blocks.copy",
     "z_scores.needed",
     "window_scores.merge",
     "expected_attention.sum",
@@ -197,7 +197,7 @@ def reading(dim: int, **kept: Any) -> None:
 def rows(dim: int, **kept: Any) -> None:
     """Copies of pages, and back."""
     state, rule = layer(dim, rows=True, **kept)
-    with mock.patch.object(ops.rows, "copy_rows", operations.copy_rows):
+    with mock.patch.object(ops, "copy_rows", operations.copy_rows):
         ops.put(state, ops.taken(state, rule, equal=True))
 
 

@@ -19,6 +19,7 @@ from . import vector_decode as vector
 from ._launch import Workspace, WorkspaceRoom, num_sms
 from .blocks import blocks_of as blocks_of
 from .blocks import candidates as candidates
+from .blocks import copy_rows as copy_rows
 from .blocks import of_blocks as of_blocks
 from .compact import compact as compact
 from .evict import evict as evict
@@ -27,13 +28,12 @@ from .expected_attention import queries_ahead as queries_ahead
 from .key_scores import keydiff_scores as keydiff_scores
 from .key_scores import manifold_scores as manifold_scores
 from .noncausal_mass import noncausal_attention_mass as noncausal_attention_mass
-from .order import memorise as memorise
 from .peak_attention import every_query as every_query
 from .peak_attention import most_attended as most_attended
 from .peak_attention import peak_attention as peak_attention
 from .peak_attention import peaks_to_keep as peaks_to_keep
 from .prefill_attention import prefill_attention as prefill_attention
-from .rows import copy_rows as copy_rows
+from .slot_signals import memorise as memorise
 from .z_scores import needed_scores as needed_scores
 from .z_scores import z_scores as z_scores
 

@@ -19,7 +19,7 @@ from ._arguments import Scaling, View
 from ._attention import LOG2E, _add_sink, _dot, _logits2
 from ._launch import check_head_dim, check_like, pow2, stages
 from .expected_attention import COLUMNS, TINY, _lengths
-from .order import in_order
+from .slot_signals import in_order
 
 # padded head_dim: (rows, columns, warps)
 TILES = {16: (64, 64, 4), 32: (64, 64, 4), 64: (64, 64, 4), 128: (64, 64, 4), 256: (32, 32, 8), 512: (32, 32, 8)}

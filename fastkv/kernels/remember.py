@@ -52,7 +52,7 @@ from ._launch import (
     pow2,
     stages,
 )
-from .order import in_order
+from .slot_signals import in_order
 
 FEW = 64  # tokens that one program lists, and joins if there is room for their centroids
 ALONE = 1024  # centroids and tokens that one program joins

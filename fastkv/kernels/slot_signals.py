@@ -1,8 +1,13 @@
-"""What is known of the slots before an eviction: in use, protected, and the mean attention received, which starts anew.
+"""What is known of the slots before an eviction: in use, protected, and the mean attention received, which starts anew;
+candidates by age, and where what is remembered of them belongs.
 
     valid = slot < length;   guard = position < sinks or >= seen - recent;   mean = received / clamp(seen - position)
 
-Twin of `reference.slot_signals`. Bytes per slot: 4 for the position, 2 for the masks, 16 for attention and queries.
+Twins of `reference.slot_signals`, `in_order` and `memorise`. Of up to FEW candidates, each is compared with all others:
+how many come before it is its place. Of more, a launch makes the numbers that torch sorts, and counts them. Another
+finds the candidate of every slot by its position: each program compares a tile of slots with all candidates.
+Bytes per slot: 4 for the position, 2 for the masks, 16 for attention and queries; per head with C slots and N
+candidates: 8 C, and 9 N C / 64 from L2; N for C where candidates are compared.
 Does not handle: attention that heads of unequally many slots collect, tokens without values.
 """
 
@@ -20,6 +25,9 @@ from ._attention import _home, _page
 from ._launch import check_like, check_rows
 
 BLOCK = 1024
+SLOTS, CANDIDATES = 64, 64  # compared at once
+FEW = 4096  # candidates of a head: of more, a sort is faster
+LAST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit(do_not_specialize=["page", "sinks", "recent", "spare"])
@@ -71,3 +79,118 @@ def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tens
             attention, queried, state.rows, page, num, spec.sinks, spec.recent, spec.spare, HEADS=heads, BLOCK=BLOCK,
         )  # fmt: skip
     return valid, guard, attention, queried
+
+
+@triton.jit
+def _keys(positions_ptr, chosen_ptr, but_ptr, head, index, N):
+    """By what candidates are in order, and which of them are chosen."""
+    place = head * N + index
+    chosen = tl.load(chosen_ptr + place, mask=index < N, other=0) != 0
+    if but_ptr is not None:
+        chosen = chosen & (tl.load(but_ptr + place, mask=index < N, other=0) == 0)
+    position = tl.load(positions_ptr + place, mask=index < N, other=0)
+    return tl.where(chosen, position, LAST), chosen
+
+
+@triton.jit(do_not_specialize=["N"])
+def _key_kernel(positions_ptr, chosen_ptr, but_ptr, keys_ptr, counts_ptr, N, BLOCK: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    count = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, N, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        key, chosen = _keys(positions_ptr, chosen_ptr, but_ptr, head, index, N)
+        tl.store(keys_ptr + head * N + index, key, mask=index < N)
+        count += chosen.to(tl.int32)
+    tl.store(counts_ptr + head, tl.sum(count, 0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["N"])
+def _rank_kernel(
+    positions_ptr, chosen_ptr, but_ptr, order_ptr, counts_ptr, N, SLOTS: tl.constexpr, CANDIDATES: tl.constexpr
+):
+    head = tl.program_id(0).to(tl.int64)
+    own = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
+    key, _ = _keys(positions_ptr, chosen_ptr, but_ptr, head, own, N)
+    rank = tl.zeros([SLOTS], tl.int32)
+    count = tl.zeros([CANDIDATES], tl.int32)
+    for first in range(0, N, CANDIDATES):
+        index = first + tl.arange(0, CANDIDATES)
+        theirs, chosen = _keys(positions_ptr, chosen_ptr, but_ptr, head, index, N)
+        alike = (theirs[None, :] == key[:, None]) & (index[None, :] < own[:, None])
+        before = (theirs[None, :] < key[:, None]) | alike
+        rank += tl.sum(before.to(tl.int32), 1)
+        count += chosen.to(tl.int32)
+    tl.store(order_ptr + head * N + rank, own.to(tl.int64), mask=own < N)
+    if tl.program_id(1) == 0:
+        tl.store(counts_ptr + head, tl.sum(count, 0).to(tl.int64))
+
+
+def in_order(positions: Tensor, chosen: Tensor, but: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Indices of the chosen candidates in order of position, then of the others; and how many are chosen.
+
+    Args: positions [B, Hkv, N] int32; chosen, but [B, Hkv, N] bool: those in both are not meant.
+    Returns: [B, Hkv, N] and [B, Hkv] int64.  Cost: one launch, and a sort of more than FEW; no host sync.
+    """
+    check_like("in_order", positions.shape, positions=positions, chosen=chosen, but=but)
+    counts = torch.empty(positions.shape[:2], dtype=torch.int64, device=positions.device)
+    num = positions.shape[2]
+    given = positions, chosen.view(torch.uint8), None if but is None else but.view(torch.uint8)
+    if num > FEW:
+        keys = torch.empty_like(positions)
+        _key_kernel[(counts.numel(),)](*given, keys, counts, num, BLOCK=BLOCK)
+        return keys.argsort(dim=-1, stable=True), counts
+    order = torch.empty_like(positions, dtype=torch.int64)
+    if counts.numel():
+        grid = counts.numel(), max(triton.cdiv(num, SLOTS), 1)
+        _rank_kernel[grid](*given, order, counts, num, SLOTS=SLOTS, CANDIDATES=CANDIDATES)
+    return order, counts
+
+
+@triton.jit(do_not_specialize=["page", "slots", "N"])
+def _memorise_kernel(
+    known_ptr, positions_ptr, valid_ptr, memory_ptr, state: StatePointers, rows_ptr, page, slots, N,
+    HEADS: tl.constexpr, SLOTS: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    row, own = _home(rows_ptr, page, pair, HEADS)
+    if rows_ptr is not None:
+        if row == 0:
+            return
+    state = StatePointers(*[p if p is None else _page(p, row, page) for p in state])
+    slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
+    if state.starts_ptr is None:
+        inside, place = slot < slots, own * slots + slot
+    else:  # slots: of the whole slab
+        starts_ptr = state.starts_ptr + own // HEADS * (HEADS + 1) + own % HEADS
+        begin = tl.load(starts_ptr)
+        inside, place = begin + slot < tl.load(starts_ptr + 1), own // HEADS * slots + begin + slot
+    used = inside & (slot < tl.load(state.lengths_ptr + own))
+    position = tl.load(state.positions_ptr + place, mask=used, other=-1)
+    found = tl.zeros([SLOTS], tl.float32)
+    for first in range(0, N, CANDIDATES):
+        index = first + tl.arange(0, CANDIDATES)
+        real = tl.load(valid_ptr + pair * N + index, mask=index < N, other=0) != 0
+        theirs = tl.load(positions_ptr + pair * N + index, mask=real, other=-2)
+        known = tl.load(known_ptr + pair * N + index, mask=real, other=0.0)
+        found += tl.sum(tl.where(position[:, None] == theirs[None, :], known[None, :], 0.0), 1)
+    tl.store(_page(memory_ptr, row, page) + place, found, mask=inside)
+
+
+def memorise(known: Tensor, positions: Tensor, valid: Tensor, state: LayerState, spec: Spec) -> None:
+    """`reference.memorise`: one launch, no host sync.
+
+    Raises: FastKVError for shapes or strides that do not fit.
+    """
+    op, slots = "memorise", state.exact
+    assert slots.memory is not None
+    valid, positions = valid.contiguous(), positions.contiguous()
+    check_like(op, (state.batch, state.heads, None), known=known, positions=positions, valid=valid)
+    check_shape(op, "memory", slots.memory, (None, *slots.keys.shape[1:-1]))
+    pointers = StatePointers.of(slots, "positions", "lengths", "starts")
+    page = check_rows(op, state, pointers, memory=slots.memory)
+    each = slots.keys.shape[-2]  # of a head, or of the slab
+    if valid.numel() or each:
+        _memorise_kernel[state.batch * state.heads, triton.cdiv(slots.limit, SLOTS)](
+            known, positions, valid.view(torch.uint8), slots.memory, pointers, state.rows, page, each, valid.shape[2],
+            HEADS=state.heads, SLOTS=SLOTS, CANDIDATES=CANDIDATES,
+        )  # fmt: skip
