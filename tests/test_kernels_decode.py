@@ -306,5 +306,5 @@ def test_what_is_refused(message):
 
 
 def test_wide_heads_in_float32_are_refused():
-    with pytest.raises(FastKVError, match="head_dim may be at most 256 in float32"):
+    with pytest.raises(FastKVError, match="head_dim up to 256 in float32"):
         Case.make(1, 1, 1, 272, 20, torch.float32, (5,), (1,)).kernel()

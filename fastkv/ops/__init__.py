@@ -189,7 +189,7 @@ def copy_rows(
     )
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=32)
 def _table(stretches: tuple[tuple[int, int, int], ...], device: torch.device) -> tuple[Tensor, list[int], int, int]:
     """The table for stretches of which are given: first byte in a page, bytes of a row of the copy, of a slot.
 
