@@ -12,8 +12,8 @@ from fastkv.kernels import (
     key_scores,
     leverage,
     noncausal_mass,
-    order,
     peak_attention,
+    slot_signals,
     window_scores,
     z_scores,
 )
@@ -381,14 +381,14 @@ def test_sum_of_z_scores(asked, kind, monkeypatch):
 @pytest.mark.parametrize("few", [0, 4096])
 @pytest.mark.parametrize("kind", MASKS)
 def test_order(kind, few, monkeypatch):
-    monkeypatch.setattr(order, "FEW", few)
-    monkeypatch.setattr(order, "BLOCK", 64)
+    monkeypatch.setattr(slot_signals, "FEW", few)
+    monkeypatch.setattr(slot_signals, "BLOCK", 64)
     draw = torch.Generator().manual_seed(0)
     positions = torch.stack([torch.randperm(150, generator=draw) for _ in range(4)]).int().view(2, 2, 150)
     chosen, but = every(make_mask(kind, 2, 2, 150), positions), torch.rand(2, 2, 150, generator=draw) > 0.5
     for skipped in (None, but):
         meant = chosen if skipped is None else chosen & ~skipped
-        got, counts = order.in_order(positions, chosen, skipped)
+        got, counts = slot_signals.in_order(positions, chosen, skipped)
         assert torch.equal(got, reference.in_order(positions, meant)) and torch.equal(counts, meant.sum(-1))
 
 
