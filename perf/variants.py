@@ -340,7 +340,7 @@ class Variant:
             evicted = tile.BLOCK_C * tile.SLICE if centroids else tile.SEED * tile.BV
             return slots in FOUR or evicted <= threads
         coded = slots != "model" and (dim >= 256 or self.of == "evict.evict")
-        return slots in FOUR or (self.of in LEAVING and (dim > 256 or coded)) or (self.of == AHEAD and dim > 256)
+        return slots in FOUR or (self.of in LEAVING and (dim > 256 or coded)) or (self.of == AHEAD and dim > 128)
 
     @property
     def once(self) -> int:

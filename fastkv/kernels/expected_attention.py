@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import check_groups, check_shape
+from ..reference import queries_ahead as plain_queries_ahead
 from ..rotary import Rotary
 from ._arguments import View
 from ._attention import _dot32, _sum_products
@@ -30,7 +31,7 @@ TILES = {64: (32, 16, 4), 128: (32, 16, 4), 256: (32, 32, 8), 512: (16, 32, 8)} 
 BLOCK = 1024
 KEYS = 128  # that a program weighs
 COLUMNS = tl.constexpr(32)  # numbers of a value at once
-ROWS = {16: (32, 4), 32: (32, 4), 64: (32, 4), 128: (16, 8), 256: (16, 8)}  # pairs of a head -> queries at once, warps
+ROWS = {16: (32, 4), 32: (32, 4), 64: (32, 4), 128: (16, 8)}  # pairs of a head -> queries at once, warps
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
@@ -266,6 +267,8 @@ def queries_ahead(
     mean = torch.empty(batch, num_heads, 1, dim, dtype=torch.float32, device=queries.device)
     count = torch.empty(batch, 1, 1, dtype=torch.int64, device=queries.device)
     pairs = pow2(dim // 2, 16)
+    if pairs not in ROWS:  # four products of 256 rows: for sm_100 triton 3.7 compiles nothing of them
+        return plain_queries_ahead(queries, positions, valid, rotary, horizon, sinks)
     rows, num_warps = ROWS[pairs]
     _ahead_kernel[batch * num_heads, triton.cdiv(dim // 2, 16)](
         View.of(queries), valid.view(torch.uint8), Turn.of(positions, rotary), mean, covariance, count, num,
