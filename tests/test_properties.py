@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fastkv import Budget, FastKVError, corrections, ops
 from fastkv.cache.layout import LayerConfig, LayerPlan, Layout, cost, spec_of
-from fastkv.cache.selection import keep_best
+from fastkv.cache.selection import keep_best, protected
 from fastkv.config import Config
 from fastkv.corrections import NONE
 from fastkv.policies import KeyDiff, get
@@ -184,7 +184,7 @@ def test_a_layer_keeps_the_best(kind, batch, heads, seed, sinks, recent, more, s
     scores = grid(batch, heads, lambda b, h: rng.choices(rng.choice([SCORES, [1.0, 2.5], [-3.0, -5.0]]), k=places))
     keys, values = (torch.zeros(batch, heads, places, dim) for dim in (D, DV))
     signals = make_signals(keys=keys, values=values, positions=positions.int(), valid=valid)
-    chosen = keep_best(signals, torch.tensor(scores), torch.tensor(seen), rule)
+    chosen = keep_best(signals, torch.tensor(scores), protected(signals, torch.tensor(seen), rule), rule)
 
     window = min(max(recent, math.ceil(share * (sum(tokens) // heads))), min(tokens) - sinks)
     for b in range(batch):

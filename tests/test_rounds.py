@@ -5,7 +5,7 @@ import torch
 
 import fastkv
 from fastkv.cache.layout import LayerConfig, LayerPlan, Layout, spec_of
-from fastkv.cache.selection import keep_best, keep_in_rounds
+from fastkv.cache.selection import keep_best, keep_in_rounds, protected
 from fastkv.config import Config
 from fastkv.corrections import get
 from fastkv.policies import MomentKV
@@ -69,10 +69,12 @@ def sets(kept):
 def test_as_many_rounds_as_tokens_leave_are_one_token_at_a_time(tokens):
     policy = MomentKV(chunk=1, rounds=NUM)
     signals, seen = made()
-    kept = keep_in_rounds(signals, policy.score(signals), seen, rule_of(policy, tokens)).kept
+    rule = rule_of(policy, tokens)
+    guard = protected(signals, seen, rule)
+    kept = keep_in_rounds(signals, policy.score(signals), guard, rule).kept
     wanted = [[one_by_one(signals, seen, row, head, tokens[head]) for head in range(HEADS)] for row in range(2)]
     assert sets(kept) == wanted
-    once = keep_best(signals, policy.score(signals), seen, rule_of(policy, tokens)).kept
+    once = keep_best(signals, policy.score(signals), guard, rule).kept
     assert sets(once) != wanted
     assert (signals.moments.count == 0).all()
 
@@ -82,7 +84,7 @@ def test_rounds_keep_the_budget_and_each_row_for_itself(heads, rounds):
     policy = MomentKV(chunk=2, rounds=rounds)
     signals, seen = made()
     rule = rule_of(policy, heads=heads)
-    kept = keep_in_rounds(signals, policy.score(signals), seen, rule).kept
+    kept = keep_in_rounds(signals, policy.score(signals), protected(signals, seen, rule), rule).kept
     assert (kept & ~signals.valid).sum() == 0
     assert (kept.sum((1, 2)) == HEADS * KEEP).all()
     if heads == "uniform":
@@ -92,7 +94,7 @@ def test_rounds_keep_the_budget_and_each_row_for_itself(heads, rounds):
     for name in ("keys", "values", "positions", "valid", "attention"):
         object.__setattr__(own, name, getattr(own, name)[last, :, padding:])
     object.__setattr__(own, "moments", Moments.empty(1, HEADS, DIM, DIM))
-    alone = keep_in_rounds(own, policy.score(own), seen[last], rule).kept
+    alone = keep_in_rounds(own, policy.score(own), protected(own, seen[last], rule), rule).kept
     assert torch.equal(alone, kept[last, :, padding:])
 
 

@@ -131,7 +131,7 @@ def watched(chosen, correction, sinks):
     rule, real = cache.configure(Attends(0.3, sink_logits=sinks)), torch.ones(B, 40, dtype=torch.bool)
     cache.read(q, k, v, real)
     state, block = cache.state, (k[:, :, :6], v[:, :, :6], real[:, :6])
-    told = signals.candidates(state, *block, rule)
+    told, _ = signals.candidates(state, *block, rule)
     *_, mass = ops.prefill_attention(q[:, :, :6], *block, state, rule.spec)
     return signals.observe(told, q[:, :, :6], real[:, :6], state, rule, mass), state, rule, q[:, :, :6]
 

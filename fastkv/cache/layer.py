@@ -291,8 +291,9 @@ class LayerCache:
         self.started, self.left = False, 0
         self.pending = None
         self.workspace.clock.restart()
-        if self.config.budget.follows_prompt or self.config.deferred:
+        if self.config.budget.follows_prompt or self.config.deferred or self.anew:
             self.state = self.rule = None
+        self.anew = False
         if self.state is not None and self.rule is not None:
             self.rule.layout.clear(self.state)
 
@@ -334,7 +335,8 @@ def evict(state: LayerState, rule: LayerConfig, anew: bool = False) -> None:
     candidates, guard = signals.of_slots(state, copied, rule)
     candidates, scores = signals.score(candidates, rule)
     if anew or state.approx is not None:
-        kept = selection.keep_best(candidates, scores, state.seen, rule)
+        guard = selection.protected(candidates, state.seen, rule)
+        kept = selection.keep_best(candidates, scores, guard, rule)
         compaction.store(state, candidates, kept, 0, rule, full=True)
         return
     if exact.memory is not None and state.rows is None:
@@ -351,7 +353,11 @@ def evict(state: LayerState, rule: LayerConfig, anew: bool = False) -> None:
 
 def _evicts_in_place(state: LayerState, rule: LayerConfig) -> bool:
     """Whether nothing but the backend's own operations, which all follow rows, changes the state in an eviction."""
-    asked, backend, device = ("slot_signals", "remember", "evict"), rule.spec.backend, state.seen.device.type
+    asked, backend, device = (
+        ("slot_signals", "remember", "evict", "memorise"),
+        rule.spec.backend,
+        state.seen.device.type,
+    )
     return state.approx is None and all(follows_rows(name, backend, device) for name in asked)
 
 

@@ -55,7 +55,7 @@ def absorb_block(
     other slots than they have.
     """
     num = k.shape[2]
-    candidates = signals.candidates(state, k, v, valid, rule)
+    candidates, guard = signals.candidates(state, k, v, valid, rule)
     full = anew or state.exact.filled + num > rule.layout.least
     if full or rule.layout.memory:
         candidates, scores = signals.score(signals.of_block(candidates, q, valid, state, rule, reread, mass), rule)
@@ -64,7 +64,7 @@ def absorb_block(
     else:
         whole = rule.config.prefill_block is None and rule.config.policy.moments.rounds > 1
         keep = selection.keep_in_rounds if whole else selection.keep_best
-        kept = keep(candidates, scores, state.seen, rule)
+        kept = keep(candidates, scores, guard, rule)
     compaction.store(state, candidates, kept, num, rule, full=full)
     if full and reread is not None and rule.config.correction.match is not None:
         compaction.match(candidates, reread, state, rule)

@@ -19,20 +19,17 @@ FLOOR = 0.2  # of the mean budget, what every head keeps in any case (Ada-KV, ar
 
 def protected(signals: Signals, seen: Tensor, rule: LayerConfig) -> Tensor:
     """[B, Hkv, N] bool, candidates that no policy may evict; seen [B]: true tokens absorbed, candidates included."""
-    if signals.guard is not None:
-        return signals.guard
     return ops.protected(signals.positions, seen, rule.spec.sinks, rule.spec.recent)
 
 
 def keep_best(
-    signals: Signals, scores: Tensor, seen: Tensor, rule: LayerConfig, more: Tensor | None = None
+    signals: Signals, scores: Tensor, guard: Tensor, rule: LayerConfig, more: Tensor | None = None
 ) -> Selection:
     """Of the N candidates, those that stay: as many of each head as the layer's layout says.
 
-    Args: scores [B, Hkv, N]; seen [B]: true tokens absorbed, the candidates included; more [B, Hkv] int64: how many
-        each head keeps beyond that, None for none.
+    Args: scores [B, Hkv, N]; guard [B, Hkv, N] bool, those that no policy may evict; more [B, Hkv] int64: how many each
+        head keeps beyond that, None for none.
     """
-    guard = protected(signals, seen, rule)
     if rule.joint:  # heads choose together, by their mean
         scores = z_scores(scores, signals.valid).mean(1, keepdim=True).repeat(1, scores.shape[1], 1)
     if rule.layout.adaptive:
@@ -40,7 +37,7 @@ def keep_best(
     return _each(signals, scores, guard, _wanted(rule), more)
 
 
-def keep_in_rounds(signals: Signals, scores: Tensor, seen: Tensor, rule: LayerConfig) -> Selection:
+def keep_in_rounds(signals: Signals, scores: Tensor, guard: Tensor, rule: LayerConfig) -> Selection:
     """`keep_best` in as many rounds as the policy asks for, each of which evicts equally many (MomentKV, Alg. 1).
 
     The policy scores what is left with the moments as they will be. Arguments as there; scores: of the first round.
@@ -49,11 +46,11 @@ def keep_in_rounds(signals: Signals, scores: Tensor, seen: Tensor, rule: LayerCo
     left, count = signals, signals.valid.sum(-1)
     excess = (count - _counts(_wanted(rule), len(count), count.device)).clamp(min=0)
     for coming in range(rounds - 1, 0, -1):
-        kept = keep_best(left, scores, seen, rule, more=excess * coming // rounds).kept
+        kept = keep_best(left, scores, guard, rule, more=excess * coming // rounds).kept
         gone = signals.valid & ~kept
         left = replace(left, valid=kept, moments=signals.moments.add(signals.keys, signals.values, gone))
         scores = policy.score(left)
-    return keep_best(left, scores, seen, rule)
+    return keep_best(left, scores, guard, rule)
 
 
 def _wanted(rule: LayerConfig) -> tuple[int, ...]:
@@ -99,9 +96,14 @@ def _each(
     return ops.select_each(*choice, numbers if more is None else numbers + more, backend=backend)
 
 
-@functools.lru_cache(maxsize=1024)
 def _counts(tokens: tuple[int, ...], batch: int, device: torch.device) -> Tensor:
-    """[B, Hkv] int64, sent to the device once, not at every eviction."""
+    """[B, Hkv] int64, a view."""
+    return _rows_of_counts(tokens, 1 << (batch - 1).bit_length(), device)[:batch]
+
+
+@functools.lru_cache(maxsize=4096)  # of each layer, whose heads may differ, one for every power of two
+def _rows_of_counts(tokens: tuple[int, ...], batch: int, device: torch.device) -> Tensor:
+    """[batch, Hkv] int64, sent to the device once, not at every eviction."""
     return torch.tensor([tokens] * batch, device=device)
 
 

@@ -17,8 +17,11 @@ Tokens = tuple[Tensor, Tensor, Tensor]
 QUERY_CHUNK = 256  # queries observed at once where a policy watches all of them
 
 
-def candidates(state: LayerState, k: Tensor, v: Tensor, valid: Tensor, rule: LayerConfig) -> Signals:
-    """The tokens in the slots, then those of a block, k, v [B, Hkv, T, D] and valid [B, T], which count as seen."""
+def candidates(state: LayerState, k: Tensor, v: Tensor, valid: Tensor, rule: LayerConfig) -> tuple[Signals, Tensor]:
+    """The tokens in the slots, then those of a block, k, v [B, Hkv, T, D] and valid [B, T], which count as seen.
+
+    And which of them no policy may evict, [B, Hkv, N] bool.
+    """
     exact, spec = state.exact, rule.spec
     stored, memory = _stored(state, rule), _memory(state, rule)
     keys, values, positions = (joined(*same) for same in zip(*stored))
@@ -29,8 +32,7 @@ def candidates(state: LayerState, k: Tensor, v: Tensor, valid: Tensor, rule: Lay
         real[:, :, : exact.filled + state.approx.filled] = joined(*(slots.valid for slots in state.tiers.values()))
     state.seen.copy_(seen)
     keys, values = (new if not len(both) else both for both, new in ((keys, k), (values, v)))
-    signals = _signals(state, (keys, values, positions), real, memory, rule, decoding=False)
-    return replace(signals, guard=guard)
+    return _signals(state, (keys, values, positions), real, memory, rule, decoding=False), guard
 
 
 def of_slots(state: LayerState, copied: LayerState, rule: LayerConfig) -> tuple[Signals, Tensor]:

@@ -46,6 +46,19 @@ def _copy(from_ptr, to_ptr, source, target, inside, D: tl.constexpr, BD: tl.cons
     tl.store(to_ptr + target[:, None] + column[None, :], rows.to(to_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _real_before(valid_ptr, first, T, BLOCK: tl.constexpr):
+    """How many tokens of a row [T] of bytes are real, of those before `first` and of all."""
+    before = tl.zeros([BLOCK], tl.int32)
+    total = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, T, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        real = (tl.load(valid_ptr + index, mask=index < T, other=0) != 0).to(tl.int32)
+        total += real
+        before += tl.where(index < first, real, 0)
+    return tl.sum(before, 0), tl.sum(total, 0)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _blocks_kernel(
     q: View, k: View, v: View, tokens_ptr, q_ptr, k_ptr, v_ptr, rows, HEADS: tl.constexpr, ROWS: tl.constexpr
@@ -144,22 +157,15 @@ def _candidates_kernel(
     index = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     old, fresh = index < used, (index >= used) & (index < number)
     valid_ptr = known.valid_ptr + batch * T
-    first = tl.maximum(tl.program_id(1) * ROWS - used, 0)  # of the block
-    before = tl.zeros([BLOCK], tl.int32)
-    total = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, T, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        real = (tl.load(valid_ptr + token, mask=token < T, other=0) != 0).to(tl.int32)
-        total += real
-        before += tl.where(token < first, real, 0)
+    before, total = _real_before(valid_ptr, tl.maximum(tl.program_id(1) * ROWS - used, 0), T, BLOCK)
     seen = tl.load(known.seen_ptr + batch)
     real = (tl.load(valid_ptr + index - used, mask=fresh, other=0) != 0).to(tl.int32)
-    position = seen.to(tl.int32) + tl.sum(before, 0) + tl.cumsum(real, 0) - 1
+    position = seen.to(tl.int32) + before + tl.cumsum(real, 0) - 1
     slot = batch * positions.stride_b + own * positions.stride_h + index
     position = tl.where(old, tl.load(positions.ptr + slot, mask=old, other=0), position)
     place = head * number + index
     tl.store(made.positions_ptr + place, position, mask=index < number)
-    after = seen + tl.sum(total, 0)
+    after = seen + total
     guard = (position < never.sinks) | (position >= after - never.recent)
     tl.store(made.guard_ptr + place, guard.to(tl.uint8), mask=index < number)
     real = tl.where(old, index < tl.load(known.lengths_ptr + head), real != 0)

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import reference
 from ..errors import check_groups, check_shape
-from ..reference import queries_ahead as plain_queries_ahead
 from ..rotary import Rotary
 from ._arguments import View
 from ._attention import _dot32, _sum_products
@@ -268,7 +268,7 @@ def queries_ahead(
     count = torch.empty(batch, 1, 1, dtype=torch.int64, device=queries.device)
     pairs = pow2(dim // 2, 16)
     if pairs not in ROWS:  # four products of 256 rows: for sm_100 triton 3.7 compiles nothing of them
-        return plain_queries_ahead(queries, positions, valid, rotary, horizon, sinks)
+        return reference.queries_ahead(queries, positions, valid, rotary, horizon, sinks)
     rows, num_warps = ROWS[pairs]
     _ahead_kernel[batch * num_heads, triton.cdiv(dim // 2, 16)](
         View.of(queries), valid.view(torch.uint8), Turn.of(positions, rotary), mean, covariance, count, num,

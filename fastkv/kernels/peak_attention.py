@@ -18,6 +18,7 @@ from ..reference import check_peak
 from ._arguments import Scaling, View
 from ._attention import LOG2E, _add_sink, _dot, _logits2
 from ._launch import check_head_dim, check_like, pow2, stages
+from .blocks import _real_before
 from .expected_attention import COLUMNS, TINY, _lengths
 from .slot_signals import in_order
 
@@ -164,17 +165,11 @@ def _every_kernel(
     head = tl.program_id(0).to(tl.int64)  # of queries, of all sequences
     batch, first = head // HEADS, tl.program_id(1) * ROWS
     valid_ptr += batch * KV * N + N - T
-    before = tl.zeros([BLOCK], tl.int32)
-    total = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, T, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        real = (tl.load(valid_ptr + index, mask=index < T, other=0) != 0).to(tl.int32)
-        total += real
-        before += tl.where(index < first, real, 0)
+    before, total = _real_before(valid_ptr, first, T, BLOCK)
     row, column = first + tl.arange(0, ROWS), tl.arange(0, BD)
     real = (tl.load(valid_ptr + row, mask=row < T, other=0) != 0).to(tl.int32)
-    rank = tl.sum(before, 0) + tl.cumsum(real, 0) - real  # among the real ones; all others come after them
-    rank = tl.where(real != 0, rank, tl.sum(total, 0) + row - rank)
+    rank = before + tl.cumsum(real, 0) - real  # among the real ones; all others come after them
+    rank = tl.where(real != 0, rank, total + row - rank)
     picked, place = (row < T) & (rank % every == 0), rank // every
     queries_ptr = queries.ptr + batch * queries.stride_b + (head % HEADS) * queries.stride_h
     inside = picked[:, None] & (column < D)[None, :]
@@ -206,12 +201,8 @@ def _pool_kernel(
 ):  # fmt: skip
     kv = tl.program_id(0).to(tl.int64)
     rank = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    most_ptr, memory_ptr, order_ptr, out_ptr = (
-        most_ptr + kv * N,
-        memory_ptr + kv * N,
-        order_ptr + kv * N,
-        out_ptr + kv * N,
-    )
+    most_ptr, memory_ptr = most_ptr + kv * N, memory_ptr + kv * N
+    order_ptr, out_ptr = order_ptr + kv * N, out_ptr + kv * N
     count = tl.load(counts_ptr + kv).to(tl.int32)
     total = tl.zeros([ROWS], tl.float32)
     number = tl.zeros([ROWS], tl.float32)

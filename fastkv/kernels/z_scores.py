@@ -19,6 +19,14 @@ BLOCK = 1024
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
+@triton.jit
+def _scaled(away, mean, squares, count):
+    """z-scores of what is so far from the mean, as in the reference, which says why equal scores get 0."""
+    std = tl.sqrt(squares / count)
+    flat = std <= 1e-3 * tl.abs(mean)
+    return tl.where(flat, 0.0, away / tl.where(flat, 1.0, std))
+
+
 @triton.jit(do_not_specialize=["N"])  # the length of a prompt
 def _z_kernel(scores_ptr, mask_ptr, out_ptr, N, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -39,14 +47,12 @@ def _z_kernel(scores_ptr, mask_ptr, out_ptr, N, BLOCK: tl.constexpr):
         real = tl.load(mask_ptr + index, mask=index < N, other=0) != 0
         away = tl.where(real, tl.load(scores_ptr + place + index, mask=real, other=0.0) - mean, 0.0)
         squares += away * away
-    std = tl.sqrt(tl.sum(squares, 0) / count)
-    flat = std <= 1e-3 * tl.abs(mean)  # as in the reference, which says why
+    square = tl.sum(squares, 0)
     for first in range(0, N, BLOCK):
         index = first + tl.arange(0, BLOCK)
         real = tl.load(mask_ptr + index, mask=index < N, other=0) != 0
         away = tl.load(scores_ptr + place + index, mask=real, other=0.0) - mean
-        z = tl.where(flat, 0.0, away / tl.where(flat, 1.0, std))
-        tl.store(out_ptr + place + index, tl.where(real, z, 0.0), mask=index < N)
+        tl.store(out_ptr + place + index, tl.where(real, _scaled(away, mean, square, count), 0.0), mask=index < N)
 
 
 @triton.jit
@@ -62,14 +68,6 @@ def _reasons(unlike_ptr, memory_ptr, expected_ptr, valid_ptr, first, N, BLOCK: t
     if expected_ptr is not None:
         expected = tl.log(tl.maximum(tl.load(expected_ptr + index, mask=real, other=0.0), TINY))
     return real, unlike, memory, tl.where(real, expected, 0.0)
-
-
-@triton.jit
-def _scaled(away, mean, squares, count):
-    """z-scores of what is so far from the mean, as in the reference, which says why equal scores get 0."""
-    std = tl.sqrt(squares / count)
-    flat = std <= 1e-3 * tl.abs(mean)
-    return tl.where(flat, 0.0, away / tl.where(flat, 1.0, std))
 
 
 @triton.jit(do_not_specialize=["N"])

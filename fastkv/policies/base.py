@@ -89,7 +89,6 @@ class Signals:
         queries: [B, Hq, T, Dk] post-RoPE, of the new tokens of a prompt block; None when decoding and unless needed.
         memory: [B, Hkv, N] fp32, the number that the policy stored with each token; 0 for tokens it has not seen.
             None unless needed.
-        guard: [B, Hkv, N] bool, the candidates that stay whatever their score; None where nobody has found out yet.
         reread: results of a second reading of the candidates; None without.
     """
 
@@ -104,7 +103,6 @@ class Signals:
     queried: Tensor | None = None
     queries: Tensor | None = None
     memory: Tensor | None = None
-    guard: Tensor | None = None
     reread: Reread | None = None
 
     @property

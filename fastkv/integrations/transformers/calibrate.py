@@ -31,7 +31,6 @@ from ...backend import Parallel
 from ...budget import Budget
 from ...cache import signals
 from ...cache.layer import HeldPrompt
-from ...cache.selection import protected
 from ...calibration import (
     FLOOR,
     HEADS_FILE,
@@ -81,10 +80,9 @@ class Watched(HeldPrompt):
         self.cache.allocate(q.shape[1], k, v, k.shape[2])
         rule, state = self.cache.configure(self.attends), self.cache.state
         assert state is not None
-        known = signals.candidates(state, k, v, valid, rule)
+        known, guard = signals.candidates(state, k, v, valid, rule)
         first = state.exact.filled  # slots, all of them empty
         known, scores = signals.score(signals.of_block(known, q, valid, state, rule, None, None), rule)
-        guard = protected(known, state.seen, rule)
         scores = scores.float().masked_fill(guard, float("inf"))[0, :, first:]
         self.order = scores.sort(stable=True, dim=-1, descending=True).indices
         self.curves = torch.zeros(2, k.shape[1], POINTS + 1, device=k.device)
