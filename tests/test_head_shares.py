@@ -472,6 +472,18 @@ def test_heads_are_dealt_anew_as_a_text_grows():
     assert sum(layer.cache.nbytes() for layer in cache.compressed) == bytes_then
 
 
+def test_after_a_reset_heads_are_dealt_for_the_next_text():
+    model = build("llama")
+    patched(model, shares_of(model))
+    ids, _ = prompt(batch=1, length=200, pads=(0,))
+    cache, fresh = FastKVCache(model), FastKVCache(model)
+    model(ids, past_key_values=cache)
+    cache.reset()
+    for one in (cache, fresh):
+        model(ids[:, :60], past_key_values=one)
+    assert torch.equal(kept(cache), kept(fresh))
+
+
 def test_a_layer_that_keeps_all_of_a_growing_text_gets_slots_for_it():
     """The first layers have room for the whole text: what follows a first prompt needs more slots than they have."""
     model = build("llama")

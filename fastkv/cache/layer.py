@@ -95,18 +95,25 @@ class LayerCache:
     def deal(self, context: int) -> None:
         """Let heads keep what they need of a text of so many tokens: the longer it is, the more they differ.
 
-        Their slots are dealt at the next selection. Not for a static cache, whose addresses stay, not where some tokens
-        have no values, and not where the budget says for which text: their slots stay as they were dealt first.
+        Their slots are dealt at the next selection, unless heads do not follow the text. Not for a static cache, whose
+        addresses stay.
         """
-        budget = self.config.budget
-        fixed = self.state is None or self.state.approx is not None or budget.context is not None
-        if fixed or self.rule is None or not self.rule.layout.shared or context <= max(self.context, self.average):
+        if self.rule is None or not self.follows_text or context <= max(self.context, self.average):
             return
         self.context = context
         shares = self.plan.dealt(self.average, context)
         heads, parallel = len(self.rule.layout.tokens), self.plan.parallel
         self.rule = self.rule.keeping(shares[parallel.rank * heads : (parallel.rank + 1) * heads])
         self.anew = True
+
+    @property
+    def follows_text(self) -> bool:
+        """Whether heads keep what they need of a text of its length.
+
+        Not where some tokens have no values, and not where the budget says for which text.
+        """
+        layout = None if self.rule is None else self.rule.layout
+        return layout is not None and layout.shared and not layout.approx and self.config.budget.context is None
 
     def adopt(self, state: LayerState, layout: Layout, num_heads: int) -> None:
         """Go on from a state that was laid out for this layer: a new one or a saved one."""
@@ -218,8 +225,7 @@ class LayerCache:
         # Slices of a fused projection (GPT-NeoX) have gaps between heads; everything else stays where it is.
         out, _, _ = ops.decode_step(q.squeeze(2).contiguous(), k.contiguous(), v.contiguous(), state, rule.spec)
         if clock.now.evicts and not self.kv_sharers:
-            follows = rule.layout.shared and not self.static and self.config.budget.context is None
-            if follows and length > GROWTH * max(self.context, self.average):
+            if self.follows_text and not self.static and length > GROWTH * max(self.context, self.average):
                 self.deal(length)  # anew, for a text that has grown to so many tokens
                 evict(*self._held(), anew=True)
                 self.anew = False
@@ -291,7 +297,7 @@ class LayerCache:
         self.started, self.left = False, 0
         self.pending = None
         self.workspace.clock.restart()
-        if self.config.budget.follows_prompt or self.config.deferred or self.anew:
+        if self.config.budget.follows_prompt or self.config.deferred or (self.follows_text and not self.static):
             self.state = self.rule = None
         self.anew = False
         if self.state is not None and self.rule is not None:
