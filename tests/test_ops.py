@@ -354,7 +354,8 @@ def test_backends_agree(name):
         torch.manual_seed(0)
         operator, pieces, found = flattened(name, backend)
         out = operator(*pieces)
-        results.append([out] if isinstance(out, torch.Tensor) else list(out or []))
+        out = [out] if isinstance(out, torch.Tensor) else list(out or [])
+        results.append(out + [piece for piece in pieces if isinstance(piece, torch.Tensor)])
         states.append([sorted_slots(state) if name.split()[0] in ("evict", "compact") else state
                        for state in found])  # fmt: skip
     for expected, *others in zip(*results):
