@@ -31,6 +31,7 @@ from .place import Place, forget_compiled
 
 BROKEN = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, AttributeError)
 CRASHES = (*BROKEN, OSError, ImportError, TritonError)
+TESTS = ("test_kernels_*", "test_rows", "test_ragged_ops")  # of kernels, launched wherever their tensors are
 LAUNCHES, PER_GRAPH = 100_000, 100
 CORRECTIONS = ("centroids", "moments")
 FAMILIES = ("llama", "gemma-3")  # the second has layers with a window
@@ -70,9 +71,9 @@ def row_of(check: Callable[[], None], place: Place) -> Row:
 
 
 def check_kernels(place: Place) -> None:
-    """`tests/test_kernels_*.py` in a process of its own; in a dry run they are collected only."""
-    files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_kernels_*.py"))
-    how = ["--collect-only"] if place.toy else ["-m", "not slow"]
+    """The kernels' tests on the GPU, in a process of their own; in a dry run they are collected only."""
+    files = [str(path.relative_to(ROOT)) for name in TESTS for path in sorted(ROOT.glob(f"tests/{name}.py"))]
+    how = ["--collect-only"] if place.toy else ["-p", "tests.on_gpu", "-m", "not slow and not real and not ptx"]
     if importlib.util.find_spec("xdist") and not place.toy:
         how += ["-n", "16"]
     command = [sys.executable, "-m", "pytest", "-q", *how, *files]
