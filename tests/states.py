@@ -20,7 +20,6 @@ from fastkv.policies import LayerFacts, Signals
 from fastkv.reference import FORMATS, LayerState, Moments, Slots, Spec
 
 Workspace, num_programs, PER_SM = launch.Workspace, launch.num_programs, launch.PER_SM
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["reference", "cpu", "triton"]
 GAP = 5  # slots of a slab that no head owns
 OF_ORDER = {None: "none", 0: "mean", 1: "moments"}  # the corrections that read moments of this order
@@ -75,7 +74,7 @@ def sinks(draw, num_heads, sizes=(0.0, 1.0, 1e4)):
         return None
     made = size * torch.randn(num_heads, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
     made[: draw(st.integers(0, num_heads))] = -torch.inf
-    return made.to(draw(st.sampled_from((torch.float32, torch.bfloat16)))).to(DEVICE)
+    return made.to(draw(st.sampled_from((torch.float32, torch.bfloat16))))
 
 
 def copied(state, dtype=None):
@@ -140,7 +139,7 @@ def in_pages(state, rows, pages):
     form = PageFormat.of(state)
     buffer = torch.randint(1, 120, (pages, form.nbytes + 32 * 16), dtype=torch.uint8)  # a stride beyond the page
     buffer[0] = 0
-    placed = form.view(buffer).at(torch.tensor(rows, device=DEVICE))
+    placed = form.view(buffer).at(torch.tensor(rows))
     placed.put(state)
     return placed
 

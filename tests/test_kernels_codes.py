@@ -23,7 +23,7 @@ from . import test_kernels_evict as evict
 from . import test_kernels_prefill as prefill
 from .conftest import examples
 from .pairwise import covering, named
-from .states import DEVICE, encoded, make_spec, sinks, splits
+from .states import encoded, make_spec, sinks, splits
 
 SLOTS = ["int8", "fp8", "int4", "k8v4"]
 
@@ -94,7 +94,7 @@ def every_size(slots):
     rows = [row, row / 3, row * 1e-3, row * 7e4, torch.randn(1024), torch.randn(1024) * 1e-6]
     rows += [torch.zeros(1024), torch.full((1024,), 1e-38), torch.full((1024,), -2.5)]
     rows += [torch.randn(1024) * 10.0**size for size in range(7)]
-    return torch.stack(rows).to(DEVICE)
+    return torch.stack(rows)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def run(backend, slots, policy="momentkv", heads="uniform", **options):
     layer = FastKVAttention(
         4, 2, 64, policy, budget, evict_every=3, slots=slots, backend=backend, prefill_block=10, **options
     )
-    q, k, v = (torch.randn(1, h, 24, 64, generator=source).to(DEVICE) for h in (4, 2, 2))
+    q, k, v = (torch.randn(1, h, 24, 64, generator=source) for h in (4, 2, 2))
     outs = [layer(q[:, :, :20], k[:, :, :20], v[:, :, :20])]
     for at in range(20, 24):
         outs.append(layer(*(part[:, :, at : at + 1] for part in (q, k, v))))

@@ -22,7 +22,7 @@ from fastkv.reference import Centroids, LayerState, Moments, Recovery, Slots
 
 from . import states
 from .pairwise import covering
-from .states import DEVICE, PER_SM, Workspace, assert_same, copied, make_spec, make_state, num_programs
+from .states import PER_SM, Workspace, assert_same, copied, make_spec, make_state, num_programs
 
 SLACK = {torch.float32: 1e-6, torch.float16: 2e-4, torch.bfloat16: 8e-3}
 DTYPES = list(SLACK)
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 def cycled(numbers, batch, heads):
     """One of the numbers per (sequence, head)."""
-    return torch.tensor([numbers[i % len(numbers)] for i in range(batch * heads)]).view(batch, heads).to(DEVICE)
+    return torch.tensor([numbers[i % len(numbers)] for i in range(batch * heads)]).view(batch, heads)
 
 
 @dataclass
@@ -55,24 +55,24 @@ class Case:
         source = torch.Generator().manual_seed(seed)
 
         def normal(*shape, to=dtype):
-            return torch.randn(*shape, generator=source).to(DEVICE, to)
+            return torch.randn(*shape, generator=source).to(to)
 
         held, count = cycled(lengths, batch, heads), cycled(evicted, batch, heads)
         keys, values = normal(batch, heads, slots, dim), normal(batch, heads, slots, dim)
-        unused = torch.arange(slots, device=DEVICE) >= held[..., None]
+        unused = torch.arange(slots) >= held[..., None]
         keys[unused], values[unused] = NAN, NAN
         gone = max(max(evicted), 1)
-        inside = torch.arange(gone, device=DEVICE) < count[..., None]
+        inside = torch.arange(gone) < count[..., None]
         old = normal(batch, heads, gone, dim, to=torch.float32), normal(batch, heads, gone, dim, to=torch.float32)
         old = (old[0] + 0.3, old[1] - old[0], inside)
-        moments = Moments.empty(batch, heads, dim, dim, DEVICE).add(*old)
+        moments = Moments.empty(batch, heads, dim, dim).add(*old)
         if not exact and dtype != torch.float32:  # what the kernel is given is the truth
             moments.slope = (moments.cross / moments.count.clamp(min=1)[..., None, None]).to(dtype)
             moments.cross = moments.slope.float() * moments.count[..., None, None]
         q = normal(batch, heads * groups, dim, to=torch.float32).mul(spread).to(dtype)
-        positions = torch.full((batch, heads, slots), -7, dtype=torch.int32, device=DEVICE)
-        seen = torch.full((batch,), 1000, device=DEVICE)  # kernels count on, from lengths and moments
-        centroids = None if parts is None else Centroids.empty(batch, heads, parts, dim, dim, DEVICE, means).add(*old)
+        positions = torch.full((batch, heads, slots), -7, dtype=torch.int32)
+        seen = torch.full((batch,), 1000)  # kernels count on, from lengths and moments
+        centroids = None if parts is None else Centroids.empty(batch, heads, parts, dim, dim, dtype=means).add(*old)
         k, v = normal(batch, heads, 1, dim), normal(batch, heads, 1, dim)
         return cls(q, k, v, make_state(keys, values, held.int(), positions, seen, moments, parts=centroids))
 
@@ -84,7 +84,7 @@ class Case:
 
     def collect(self, attention):
         """Let the slots with value collect attention, or not."""
-        collected = torch.full(self.state.exact.keys.shape[:3], 0.25, device=DEVICE)
+        collected = torch.full(self.state.exact.keys.shape[:3], 0.25)
         self.state.exact.attention = collected if attention else None
 
     def reference(self, dtype, softcap, order, append, attention):
@@ -181,7 +181,7 @@ def test_decode_variants_with_centroids(split, softcap, append, splits):
 
 def sunk(case, size=1.0):
     """The case with sinks of both signs and -inf."""
-    made = torch.linspace(-size, size, case.q.shape[1], device=DEVICE)
+    made = torch.linspace(-size, size, case.q.shape[1])
     made[0] = -torch.inf
     case.state.sink_logits = made.to(case.q.dtype)
     return case
@@ -252,12 +252,12 @@ def check_vector(case, approx_slots, approx_lengths, softcap, order, append):
     batch, heads, _, dim = case.state.exact.keys.shape
     dtype = case.q.dtype
     held = cycled(approx_lengths, batch, heads)
-    unused = torch.arange(approx_slots, device=DEVICE) >= held[..., None]
-    keys = torch.randn(batch, heads, approx_slots, dim, device=DEVICE).to(dtype)
-    positions = torch.randint(0, 99, (batch, heads, approx_slots), device=DEVICE, dtype=torch.int32)
+    unused = torch.arange(approx_slots) >= held[..., None]
+    keys = torch.randn(batch, heads, approx_slots, dim).to(dtype)
+    positions = torch.randint(0, 99, (batch, heads, approx_slots), dtype=torch.int32)
     keys[unused], positions[unused] = NAN, 2**30
-    weight = (torch.randn(heads, dim, dim, device=DEVICE) / dim**0.5).to(dtype)
-    angle = torch.arange(99, device=DEVICE)[:, None] * 100.0 ** -(torch.arange(dim // 2, device=DEVICE) / dim * 2)
+    weight = (torch.randn(heads, dim, dim) / dim**0.5).to(dtype)
+    angle = torch.arange(99)[:, None] * 100.0 ** -(torch.arange(dim // 2) / dim * 2)
     case.state.approx = Slots(keys, None, held.int(), positions)
     case.state.recovery = Recovery(weight, angle.cos(), angle.sin())
     workspace = case.workspace()
@@ -293,7 +293,7 @@ def wrong(**given):
 REFUSED = {
     "means in bfloat16 or float32 and the rest in float32": dict(centroids=torch.Tensor.half),
     r"centroids\.keys must have shape": dict(centroids=lambda keys: keys[..., :32].contiguous()),
-    "sink_logits": dict(sink_logits=lambda none: torch.zeros(2, device=DEVICE)),
+    "sink_logits": dict(sink_logits=lambda none: torch.zeros(2)),
     "keys must be contiguous": dict(keys=lambda keys: keys.mT.contiguous().mT),
     "one dtype": dict(keys=torch.Tensor.half),
 }

@@ -22,7 +22,7 @@ from fastkv.reference import Centroids, LayerState, Moments
 
 from .conftest import examples
 from .pairwise import covering
-from .states import DEVICE, Workspace, copied, make_spec, make_state, uninitialised_is_nan
+from .states import Workspace, copied, make_spec, make_state, uninitialised_is_nan
 
 NAN = float("nan")
 
@@ -36,7 +36,7 @@ class Case:
     tickets: Tensor = field(init=False)
 
     def __post_init__(self):
-        self.tickets = torch.zeros(self.state.exact.lengths.numel(), dtype=torch.int32, device=DEVICE)
+        self.tickets = torch.zeros(self.state.exact.lengths.numel(), dtype=torch.int32)
 
     @classmethod
     def make(cls, batch, heads, dim, slots, dtype, lengths, evicted, *, scores="normal", mean=0.5, count=None, seed=0):
@@ -44,17 +44,17 @@ class Case:
         source = torch.Generator().manual_seed(seed)
 
         def normal(*shape):
-            return torch.randn(*shape, generator=source).to(DEVICE)
+            return torch.randn(*shape, generator=source)
 
         def cycled(numbers):
-            return torch.tensor([numbers[i % len(numbers)] for i in range(batch * heads)]).view(batch, heads).to(DEVICE)
+            return torch.tensor([numbers[i % len(numbers)] for i in range(batch * heads)]).view(batch, heads)
 
         held, gone = cycled(lengths), cycled(evicted)
-        used = torch.arange(slots, device=DEVICE) < held[..., None]
+        used = torch.arange(slots) < held[..., None]
         most = max(max(evicted), 1)
-        inside = torch.arange(most, device=DEVICE) < gone[..., None]
+        inside = torch.arange(most) < gone[..., None]
         old = normal(batch, heads, most, dim) + mean, normal(batch, heads, most, dim) - mean
-        moments = Moments.empty(batch, heads, dim, dim, DEVICE).add(*old, inside)
+        moments = Moments.empty(batch, heads, dim, dim).add(*old, inside)
         if count is not None:
             moments.cross *= count / moments.count[..., None, None]
             moments.count.fill_(count)
@@ -68,8 +68,8 @@ class Case:
             ranked[..., 3::7] = -torch.inf
         keys = (normal(batch, heads, slots, dim) + mean).to(dtype)
         values = (normal(batch, heads, slots, dim) - mean).to(dtype)
-        positions, seen = order.to(DEVICE, torch.int32), torch.full((batch,), span, device=DEVICE)
-        moments.slope = torch.full((batch, heads, dim, dim), NAN, dtype=torch.float16, device=DEVICE)
+        positions, seen = order.to(torch.int32), torch.full((batch,), span)
+        moments.slope = torch.full((batch, heads, dim, dim), NAN, dtype=torch.float16)
         keys[~used], values[~used], ranked[~used], positions[~used] = NAN, NAN, NAN, -(2**31)
         return cls(make_state(keys, values, held.int(), positions, seen, moments), ranked)
 
@@ -85,7 +85,7 @@ class Case:
         """The state afterwards, by `select` and `compact`."""
         state = copied(self.state, dtype)
         slots, positions = state.exact, state.exact.positions.long()
-        valid = torch.arange(slots.limit, device=DEVICE) < slots.lengths[..., None]
+        valid = torch.arange(slots.limit) < slots.lengths[..., None]
         protected = (positions < spec.sinks) | (positions >= state.seen[:, None, None] - spec.recent)
         selection = reference.select(self.scores, positions, valid, protected, spec.tokens)
         state.moments.slope = None
@@ -190,7 +190,7 @@ def check_scores(case, attention, matrix, means, scale=0.2):
         m.cross = given_matrix.float() * m.count[..., None, None]
     if matrix == "cross" or (slots.keys.dtype == torch.float32 and matrix):
         given_matrix = m.cross
-    weight = torch.rand(held.shape, device=DEVICE) if attention else None
+    weight = torch.rand(held.shape) if attention else None
     if attention:
         weight[~held] = NAN
 
@@ -202,7 +202,7 @@ def check_scores(case, attention, matrix, means, scale=0.2):
         return torch.where(held, residual if weight is None else residual * weight, 0)
 
     truth, usual = specified(torch.float64), specified(torch.float32)
-    out = torch.full(held.shape, NAN, device=DEVICE)
+    out = torch.full(held.shape, NAN)
     returned = moment_scores(
         attention=weight, keys=slots.keys, values=slots.values, lengths=slots.lengths,
         value_mean=m.value_mean if means else None, matrix=given_matrix, count=m.count, scale=scale, out=out,
@@ -240,7 +240,7 @@ def test_moment_scores_property(batch, heads, dim, slots, dtype, lengths, evicte
 
 
 def uniform(*shape, seed=0):
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -254,12 +254,12 @@ def uniform(*shape, seed=0):
 )
 def test_slot_signals(slots, lengths, seen, attention, parts, spare):
     """Bit for bit; what slots received is zero afterwards."""
-    held = torch.tensor([min(lengths[i % len(lengths)], slots) for i in range(4)]).view(2, 2).int().to(DEVICE)
+    held = torch.tensor([min(lengths[i % len(lengths)], slots) for i in range(4)]).view(2, 2).int()
     positions = (uniform(2, 2, slots) * 90).int()
     state = make_state(
-        torch.zeros(2, 2, slots, 16, device=DEVICE), torch.zeros(2, 2, slots, 16, device=DEVICE), held, positions,
-        torch.tensor(seen, device=DEVICE), attention=uniform(2, 2, slots, seed=1) if attention else None,
-        parts=Centroids.empty(2, 2, 4, 16, 16, DEVICE) if parts else None,
+        torch.zeros(2, 2, slots, 16), torch.zeros(2, 2, slots, 16), held, positions,
+        torch.tensor(seen), attention=uniform(2, 2, slots, seed=1) if attention else None,
+        parts=Centroids.empty(2, 2, 4, 16, 16) if parts else None,
     )  # fmt: skip
     spec, twin = make_spec(spare=spare, sinks=2, recent=5), copied(state)
     with uninitialised_is_nan():

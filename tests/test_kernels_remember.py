@@ -18,14 +18,14 @@ from fastkv.reference import Centroids
 
 from .conftest import examples
 from .pairwise import covering
-from .states import DEVICE, make_spec, make_state, uninitialised_is_nan
+from .states import make_spec, make_state, uninitialised_is_nan
 
 NAN = float("nan")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def normal(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def candidates(batch, heads, num, dim, leave, dtype=torch.float32, seed=0):
@@ -41,14 +41,14 @@ def candidates(batch, heads, num, dim, leave, dtype=torch.float32, seed=0):
     for pair in range(batch * heads):
         gone[pair, torch.randperm(num, generator=source)[: leave[pair % len(leave)]]] = True
     valid = gone | (torch.rand(batch * heads, num, generator=source) > 0.2)
-    gone, valid = (mask.view(batch, heads, num).to(DEVICE) for mask in (gone, valid))
+    gone, valid = (mask.view(batch, heads, num) for mask in (gone, valid))
     keys[~gone], values[~gone] = NAN, NAN
-    return keys, values, positions.view(batch, heads, num).int().to(DEVICE), valid, valid & ~gone
+    return keys, values, positions.view(batch, heads, num).int(), valid, valid & ~gone
 
 
 def parts_of(batch, heads, num, dim, before, seed=5, means=torch.float32):
     """Centroids of `before` tokens."""
-    made = Centroids.empty(batch, heads, num, dim, dim, DEVICE, means)
+    made = Centroids.empty(batch, heads, num, dim, dim, dtype=means)
     return made.add(normal(batch, heads, before, dim, seed=seed) + 1, normal(batch, heads, before, dim, seed=seed + 1))
 
 
@@ -56,7 +56,7 @@ def joined(backend, parts, tokens, most):
     """The centroids afterwards; the given ones stay as they are."""
     parts = copy.deepcopy(parts)
     keys, values = tokens[:2]
-    lengths = torch.zeros(keys.shape[:2], dtype=torch.int32, device=DEVICE)
+    lengths = torch.zeros(keys.shape[:2], dtype=torch.int32)
     state = make_state(keys[:, :, :0], values[:, :, :0], lengths, parts=parts)
     with uninitialised_is_nan():
         ops.remember(*tokens, most, state, make_spec(correction="centroids", backend=backend))
@@ -140,14 +140,14 @@ def test_means_in_bfloat16(monkeypatch, few):
 @pytest.mark.parametrize("most", [16, 65], ids=["while decoding", "of a prompt"])
 def test_equal_costs_go_to_the_older(most):
     """One round of tokens that occur four times each, twice in either half: every mover has two offers of no cost."""
-    keys, values = (torch.zeros(1, 12, 16, 16, device=DEVICE) for _ in range(2))
+    keys, values = (torch.zeros(1, 12, 16, 16) for _ in range(2))
     source = torch.Generator().manual_seed(0)
     for head in range(12):
         for half in (0, 1):
             keys[0, head, half::2, 3] = (torch.randperm(8, generator=source) % 4).float()
-    places = torch.arange(16, dtype=torch.int32, device=DEVICE).repeat(1, 12, 1)
-    every = torch.ones(1, 12, 16, dtype=torch.bool, device=DEVICE)
-    parts, tokens = Centroids.empty(1, 12, 12, 16, 16, DEVICE), (keys, values, places, every, ~every)
+    places = torch.arange(16, dtype=torch.int32).repeat(1, 12, 1)
+    every = torch.ones(1, 12, 16, dtype=torch.bool)
+    parts, tokens = Centroids.empty(1, 12, 12, 16, 16), (keys, values, places, every, ~every)
     want, got = joined("reference", parts, tokens, most), joined("triton", parts, tokens, most)
     for mine, theirs in zip(got.tensors(), want.tensors()):
         assert torch.equal(mine, theirs)

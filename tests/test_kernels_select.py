@@ -14,7 +14,7 @@ from fastkv.reference import Moments
 
 from .conftest import examples
 from .pairwise import covering, named
-from .states import DEVICE, copied, encoded, in_pages, make_spec, make_state
+from .states import copied, encoded, in_pages, make_spec, make_state
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NAN = float("nan")
@@ -27,8 +27,7 @@ def check_select(scores, positions, valid, protected, tokens):
     each = isinstance(tokens, torch.Tensor)
     wanted = (reference.select_each if each else reference.select)(scores, positions, valid, protected, tokens)
     given = {"scores": scores, "positions": positions, "valid": valid, "protected": protected}
-    given = {name: tensor.to(DEVICE) for name, tensor in given.items()}
-    kept, counts = select(**given, tokens=tokens.to(DEVICE) if each else tokens)
+    kept, counts = select(**given, tokens=tokens)
     assert kept.dtype == torch.bool and counts.dtype == torch.int64
     assert torch.equal(counts.cpu(), wanted.counts)
     assert torch.equal(kept.cpu(), wanted.kept)
@@ -154,17 +153,17 @@ def check_compact(slots="model", dtype=torch.float32, dim=64, value_dim=None, ro
     places = torch.nn.functional.pad(positions[..., :used], (0, room - used), value=-7)
     keys, values = (normal(batch, heads, room, one).masked_fill(~inside[..., None], NAN) for one in (dim, value_dim))
     block = [normal(batch, num, heads, one).masked_fill(~fresh[..., None, None], NAN) for one in (dim, value_dim)]
-    block = (*(rows.to(DEVICE, dtype).transpose(1, 2) for rows in block), positions[..., used:].to(DEVICE))
-    valid = torch.cat([inside[..., :used], fresh[:, None].expand(-1, heads, -1)], 2).to(DEVICE)
-    kept = valid & (torch.rand(valid.shape, generator=source).to(DEVICE).argsort(-1).argsort(-1) < (tokens or room))
+    block = (*(rows.to(dtype).transpose(1, 2) for rows in block), positions[..., used:])
+    valid = torch.cat([inside[..., :used], fresh[:, None].expand(-1, heads, -1)], 2)
+    kept = valid & (torch.rand(valid.shape, generator=source).argsort(-1).argsort(-1) < (tokens or room))
     kept &= kept.cumsum(-1) <= room
     selection = reference.Selection(kept, kept.sum(-1))
     seen, gone = torch.full((batch,), 2 * (used + num)), [normal(batch, heads, evicted, d) for d in (dim, value_dim)]
-    made = [t.to(DEVICE) for t in (keys.to(dtype), values.to(dtype), lengths.int(), places.int(), seen)]
+    made = [t for t in (keys.to(dtype), values.to(dtype), lengths.int(), places.int(), seen)]
     state = encoded(make_state(*made, moments=Moments(torch.zeros_like(made[2].long()))), slots)
     truth, usual, mine = copied(state, torch.float64), copied(state), copied(state)
     for one, to in ((truth, torch.float64), (usual, torch.float32), (mine, torch.float32)):
-        one.moments = moments_of([t.to(DEVICE) for t in gone], to, order)
+        one.moments = moments_of([t for t in gone], to, order)
     if order == 1:
         mine.moments.slope = torch.empty_like(mine.moments.cross, dtype=torch.bfloat16)
     spec = make_spec(order=order)
@@ -178,7 +177,7 @@ def check_compact(slots="model", dtype=torch.float32, dim=64, value_dim=None, ro
     assert torch.equal(mine.exact.lengths.long(), selection.counts)
     for (name, got), (_, want) in zip(sorted_rows(mine).items(), sorted_rows(usual).items(), strict=True):
         assert torch.equal(got, want), name
-    stays = kept[..., :used] & (torch.arange(used, device=DEVICE) < selection.counts[..., None])  # where it is
+    stays = kept[..., :used] & (torch.arange(used) < selection.counts[..., None])  # where it is
     was, now = (one.exact.positions[..., :used][stays] for one in (state, mine))
     assert torch.equal(was, now)
     assert torch.equal(mine.moments.count, truth.moments.count)

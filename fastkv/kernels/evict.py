@@ -209,7 +209,11 @@ def _evict_kernel(
                 v = _exact_rows(values_ptr, value_scales_ptr, gone, live, part * BLOCK_V, D, BLOCK_V)
                 v -= value_mean[None, :]
                 k, v = tl.where(live[:, None], k, 0.0), tl.where(live[:, None], v, 0.0)
-                cross += _dot32(tl.trans(k), v)
+                if _packed(key_scales_ptr):
+                    # triton pairs numbers that come out of `_turned` for products of 32 rows, and here are 16
+                    cross += tl.dot(tl.trans(k), v, input_precision="ieee")
+                else:
+                    cross += _dot32(tl.trans(k), v)
             tl.store(moments.cross_ptr + place, cross, mask=mask)
             if moments.slope_ptr is not None:
                 slope = cross / (before + drop).to(tl.float32)
