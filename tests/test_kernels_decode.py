@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from fastkv import FastKVError, reference
-from fastkv.kernels import operations
+from fastkv.kernels import decode_attention, operations
 from fastkv.reference import Centroids, LayerState, Moments, Recovery, Slots
+from perf.micro.states import filled
 
 from . import states
 from .pairwise import covering
@@ -177,6 +178,24 @@ def test_decode_variants_with_centroids(split, softcap, append, splits):
     split(splits)
     case = Case.make(2, 2, 3, 64, 24, torch.float32, (23, 0, 1, 14), (0, 0, 7, 70), parts=6)
     check(case, softcap, None, append, attention=True)
+
+
+@pytest.mark.parametrize("number, pieces", [(2, 1), (4, 2), (8, 3), (16, 3)])
+@pytest.mark.parametrize("shares", [None, (0.4, 0.6, 1.0, 2.0)], ids=["equal", "unequal"])
+def test_many_centroids_are_shared_by_programs(split, monkeypatch, shares, number, pieces):
+    """Of 40 centroids, 16 at a time, as many as there are tiles of them, if so many programs can be spared."""
+    split(number)
+    tiles, known = [], decode_attention._constants
+    monkeypatch.setattr(decode_attention, "_constants", lambda *given: tiles.append(known(*given)) or tiles[-1])
+    state, (q, k, v) = filled(2, 4, 64, 40, free=4, shares=shares), (torch.randn(2, n, 64) for n in (16, 4, 4))
+    state.parts = Centroids.empty(2, 4, 40, 64, 64).add(*torch.randn(2, 2, 4, 90, 64))
+    exact = copied(state, torch.float64)
+    given = q, k[:, :, None], v[:, :, None]
+    want = reference.decode_step(*(t.double() for t in given), exact, make_spec(SCALE, correction="centroids"))
+    got = operations.decode_step(*given, state, make_spec(SCALE, correction="centroids"))
+    assert tiles[0][0].PARTS - tiles[0][0].SPLITS == pieces
+    for mine, theirs in zip(got, want):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
 
 
 def sunk(case, size=1.0):

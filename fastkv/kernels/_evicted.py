@@ -139,9 +139,10 @@ def _dot_terms(acc, a, b, TERMS: tl.constexpr):
 
 @triton.jit
 def _centroid_partial(
-    q_ptr, evicted, pair, num, scaling, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """The partial of the `num` centroids of a pair; unused ones have size 0. Products are in the dtype of q."""
+    q_ptr, evicted, pair, num, piece, scaling, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+    PIECES: tl.constexpr,
+):  # fmt: skip
+    """The partial of one of PIECES of the `num` centroids of a pair; unused ones have size 0. Products: dtype of q."""
     M: tl.constexpr = GROUP.M
     D: tl.constexpr = GROUP.D
     rows, cols = tl.arange(0, M), tl.arange(0, GROUP.BLOCK_D)
@@ -151,9 +152,11 @@ def _centroid_partial(
     sizes_ptr, spread_ptr = evicted.sizes_ptr + first, evicted.spread_ptr + first
     whole = _load_query(q_ptr, GROUP).to(tl.float32)
     square = _sum_products(whole, whole)
-    for start in range(0, num, BLOCK_C):
+    share = tl.cdiv(tl.cdiv(num, BLOCK_C), PIECES) * BLOCK_C
+    stop = tl.minimum((piece + 1) * share, num)
+    for start in range(piece * share, stop, BLOCK_C):
         index = start + tl.arange(0, BLOCK_C)
-        inside = index < num
+        inside = index < stop
         products = tl.zeros([M, BLOCK_C], tl.float32)
         for begin in range(0, D, BLOCK_K):
             dims = begin + tl.arange(0, BLOCK_K)
@@ -172,11 +175,13 @@ def _centroid_partial(
 
 @triton.jit
 def _evicted_partial(
-    q_ptr, evicted, pair, count, num, scaling, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """The partial of a pair for its query heads q_ptr [G, D]: of its `count` tokens as moments, or of its centroids."""
+    q_ptr, evicted, pair, count, num, piece, scaling, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+    PIECES: tl.constexpr,
+):  # fmt: skip
+    """The partial of a pair for its query heads q_ptr [G, D]: of its `count` tokens as moments, or of one of PIECES of
+    its centroids."""
     if evicted.sizes_ptr is not None:
-        return _centroid_partial(q_ptr, evicted, pair, num, scaling, GROUP, BLOCK_K, BLOCK_C)
+        return _centroid_partial(q_ptr, evicted, pair, num, piece, scaling, GROUP, BLOCK_K, BLOCK_C, PIECES)
     else:
         return _moment_partial(q_ptr, evicted, pair, count, scaling, GROUP, BLOCK_K)
 

@@ -5,8 +5,8 @@
 
 or, with centroids, what `_evicted` says; a learned sink adds e^sink to the sum below the line.
 Source: MomentKV (arXiv:2606.01563, Eqs. 9, 11, 12); split softmax as in Flash-Decoding; the evicted set is one more
-partial, so mixing is free. Program (pair, s) reads a share of the slots, program (pair, splits) the moments or
-centroids, and the last of a pair to arrive merges; with many pairs one program does it all. Twins:
+partial, so mixing is free. Program (pair, s) reads a share of the slots, those beyond `splits` the moments or a share
+of the centroids, and the last of a pair to arrive merges; with many pairs one program does it all. Twins:
 `fastkv.reference.decode_step`, `moment_estimate` and `centroid_estimate`.
 
 Bytes per pair: 4 L D for keys and values in half precision, 2 L (D + 4) in 8 bits, 9 L D / 8 in 4; 2 D^2 for the matrix
@@ -88,6 +88,7 @@ from ._launch import (
 BLOCKS = {64: (64, 64, 3), 128: (64, 64, 3), 256: (32, 32, 3), 512: (16, 32, 3)}
 FP32_BLOCKS = {64: (32, 32, 2), 128: (32, 32, 2), 256: (16, 16, 2)}
 BLOCK_C = {128: 64, 256: 32, 512: 16}  # centroids at a time in half precision, by the padded head_dim
+CENTROID = 2.2  # slots that cost as much as one (perf.counts)
 MERGE_TILE = 16384  # elements of partials summed at once: all of the usual shapes, so that no load waits for another
 
 
@@ -101,7 +102,8 @@ class Sizes(NamedTuple):
 
 class DecodeTile(NamedTuple):
     """Constants of a launch: GROUP and its columns and rows while partials are merged, MERGE; SPLITS programs for the
-    slots of a pair, PARTS in all; slots, rows of the matrix, centroids, and slots whose attention is added, at a time.
+    slots of a pair, PARTS in all, with those for what it evicted; slots, rows of the matrix, centroids, and slots whose
+    attention is added, at a time.
     """
 
     HEADS: int
@@ -130,6 +132,7 @@ def _decode_attention_kernel(
     MERGE_D: tl.constexpr = MERGE.BLOCK_D
     SPLITS: tl.constexpr = TILE.SPLITS
     PARTS: tl.constexpr = TILE.PARTS
+    EVICTED: tl.constexpr = PARTS - SPLITS if PARTS > SPLITS else 1
     G: tl.constexpr = GROUP.G
     M: tl.constexpr = GROUP.M
     D: tl.constexpr = GROUP.D
@@ -142,12 +145,12 @@ def _decode_attention_kernel(
             if split == 0:
                 _store_nothing(_own_results(results, pair, GROUP), GROUP)
             return
-    of_slots, splits, first_part = split < SPLITS, SPLITS, 0
+    of_slots, splits, first_part, piece = split < SPLITS, SPLITS, 0, tl.maximum(split - SPLITS, 0)
     if DEALT:
         starts_ptr = _page(state.starts_ptr, row, page)
         kv = (pair % HEADS).to(tl.int32)
         program = tl.where(of_slots, kv * SPLITS + split, -1)
-        head, first_part, splits = _dealt(starts_ptr, own // HEADS, program, kv, HEADS, SPLITS, TILE.MERGE_P - 1)
+        head, first_part, splits = _dealt(starts_ptr, own // HEADS, program, kv, HEADS, SPLITS, TILE.MERGE_P - EVICTED)
         if head == HEADS:
             return
         pair, own = pair - kv + head, own - kv + head
@@ -203,8 +206,8 @@ def _decode_attention_kernel(
         moment_top, moment_total, moment_acc = _empty(M, GROUP.BLOCK_D)
         if evicted.key_mean_ptr is not None:
             moment_top, moment_total, moment_acc = _evicted_partial(
-                q_ptr, evicted, own, count, sizes.centroids, scaling, GROUP, TILE.BLOCK_K, TILE.BLOCK_C
-            )
+                q_ptr, evicted, own, count, sizes.centroids, piece, scaling, GROUP, TILE.BLOCK_K, TILE.BLOCK_C, EVICTED
+            )  # fmt: skip
         lse2, weight, moment_weight = _mix(top, total, moment_top, moment_total)
         if sink_ptr is not None:
             lse2, rest = _sink(sink_ptr, lse2, GROUP)
@@ -226,16 +229,17 @@ def _decode_attention_kernel(
         if evicted.key_mean_ptr is not None:
             if not of_slots:
                 top, total, acc = _evicted_partial(
-                    q_ptr, evicted, own, count, sizes.centroids, scaling, GROUP, TILE.BLOCK_K, TILE.BLOCK_C
-                )
+                    q_ptr, evicted, own, count, sizes.centroids, piece, scaling, GROUP, TILE.BLOCK_K, TILE.BLOCK_C,
+                    EVICTED,
+                )  # fmt: skip
         tickets_ptr = parts.tickets_ptr + pair
         number, numbers = split, tl.arange(0, TILE.MERGE_P)
         there, with_slots = numbers < splits + (PARTS - SPLITS), (numbers < splits)[None, :]
         if DEALT:
             parts = _own_parts(parts, pair // HEADS, ALL, GROUP)
-            rest = HEADS * SPLITS + (pair % HEADS).to(tl.int32)
-            number = tl.where(split < 0, rest, first_part + split)
-            numbers = tl.where(numbers < splits, first_part + numbers, rest)
+            rest = HEADS * SPLITS + (pair % HEADS).to(tl.int32) * EVICTED
+            number = tl.where(split < 0, rest + piece, first_part + split)
+            numbers = tl.where(numbers < splits, first_part + numbers, rest + numbers - splits)
         else:
             parts = _own_parts(parts, pair, ALL, GROUP)
         _store_partial(parts, number, top, total, acc, ALL, GROUP)
@@ -271,21 +275,25 @@ def _decode_attention_kernel(
 
 
 def _constants(
-    dtype: torch.dtype, matrix: torch.dtype | None, heads: int, groups: int, head_dim: int, slots: int, programs: int,
-    order: int | None, capped: bool, hip: bool, coded: bool, packed: bool, ragged: bool,
+    dtype: torch.dtype, known: Terms, heads: int, groups: int, head_dim: int, slots: int, programs: int, capped: bool,
+    hip: bool, coded: bool, packed: bool, ragged: bool,
 ) -> tuple[DecodeTile, int, int]:  # fmt: skip
     """Tile, warps and pipeline stages.
 
-    matrix: dtype of the moment matrix, or of the means of centroids; slots: of a head; programs: see `num_programs`;
-    order: of the moments, CENTROIDS or None; coded: whether slots hold codes; packed: of 4 bits; ragged: whether heads
-    have unequally many.
+    known: of the evicted tokens; slots: of a head; programs: see `num_programs`; coded: whether slots hold codes;
+    packed: of 4 bits; ragged: whether heads have unequally many.
     """
-    padded = pow2(head_dim, 64)
+    padded, order, centroids = pow2(head_dim, 64), known.order, known.num or 0
+    matrix = known.pointers.key_mean_ptr if order == CENTROIDS else known.pointers.matrix_ptr
     programs = max(programs, 2) if packed and padded > 128 else programs  # one alone has to spill registers
+    exact = matrix is not None and (matrix.dtype == torch.float32 or (order == CENTROIDS and dtype == torch.float32))
+    block_c = MIN_ROWS if exact else BLOCK_C[max(padded, 128)]
     splits, parts = programs, programs
-    if order is not None and programs > 1:  # one is for the evicted set; 2 of 3 read slots rather than 1 of 2
-        splits = max(programs - 1, 2)
-        parts = splits + 1
+    if order is not None and programs > 1:  # some are for the evicted set; 2 of 3 read slots rather than 1 of 2
+        work = CENTROID * centroids
+        evicted = max(min(round(programs * work / (slots + work)), triton.cdiv(centroids, block_c), programs - 2), 1)
+        splits = max(programs - evicted, 2)
+        parts = splits + evicted
     block_n, block_k, num_stages = (FP32_BLOCKS if dtype == torch.float32 else BLOCKS)[padded]
     if block_n < triton.cdiv(slots, splits) <= 2 * block_n and dtype != torch.float32 and not hip:
         block_n, num_stages = 2 * block_n, 2  # a share in one tile, in the same memory
@@ -298,12 +306,10 @@ def _constants(
         num_stages = 1 if tight else 2
     if capped or tight:
         block_k = min(block_k, 32)  # with 64, triton 3.9 spills on sm_90 for a cap
-    exact = matrix == torch.float32 or (order == CENTROIDS and dtype == torch.float32)
     if exact:
         block_k = 32 if hip or padded > 256 else 16  # exact products need several times the registers
     elif order == CENTROIDS:
         block_k = padded
-    block_c = MIN_ROWS if exact else BLOCK_C[max(padded, 128)]
     merge_rows = pow2(groups)
     most = pow2(parts) * (4 if ragged and splits > 1 else 1)  # partials of a head
     merge_dims = min(padded, max(16, MERGE_TILE // (most * merge_rows)))
@@ -353,10 +359,9 @@ def decode_step(
     batch = state.batch
     pairs, pool, collects = batch * heads, pool_of(batch, slots), attention is not None
     programs = num_programs(pairs, slots.limit, num_sms(q.device))
-    matrix = evicted.key_mean_ptr if known.order == CENTROIDS else evicted.matrix_ptr
     tile, num_warps, num_stages = _constants(
-        q.dtype, None if matrix is None else matrix.dtype, heads, groups, dim, slots.limit, programs, known.order,
-        spec.softcap is not None, on_hip(), not slots.format.plain, slots.format.values.bits == 4, starts is not None,
+        q.dtype, known, heads, groups, dim, slots.limit, programs, spec.softcap is not None, on_hip(),
+        not slots.format.plain, slots.format.values.bits == 4, starts is not None,
     )  # fmt: skip
     room, several = Workspace.of(state.scratch), tile.PARTS > 1
     if room is None and (several or collects):
