@@ -69,6 +69,13 @@ def why_no_triton() -> str | None:
     return None if found >= OLDEST_TRITON else f"triton {found} is older than {OLDEST_TRITON}"
 
 
+def interpreted() -> bool:
+    """Whether Triton's interpreter is on, which runs kernels on the CPU."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
 @cache
 def flash_attention(device: torch.device) -> Callable[..., Any] | None:
     """flash-attn's function of sequences of unequal lengths, of the newest version that serves this device; None for
@@ -109,11 +116,8 @@ def why_not(
     if backend != "triton":
         return None
     problem = why_no_triton()
-    if problem is None and device.type != "cuda":
-        import triton
-
-        if not triton.knobs.runtime.interpret:
-            problem = f"on {device.type} they need Triton's interpreter, which is off (TRITON_INTERPRET=1 turns it on)"
+    if problem is None and device.type != "cuda" and not interpreted():
+        problem = f"on {device.type} they need Triton's interpreter, which is off (TRITON_INTERPRET=1 turns it on)"
     if problem is None and dtype not in (torch.float32, torch.float16, torch.bfloat16):
         problem = f"they compute in float32, float16 and bfloat16, not {dtype}"
     if problem is None and latent:

@@ -80,8 +80,7 @@ def whole_cases() -> list[Whole]:
     found = []
     for who, step in CONTENDERS:
         kept: dict[str, Any] = {"policy": "fastkv", "budget": BUDGET} if who == "fastkv" else {}
-        shapes = [(MODEL, CONTEXT, batch) for batch in BATCHES]
-        shapes += [FASTDMS] if step == "captured" or who == "full" else []
+        shapes = [FASTDMS, *((MODEL, CONTEXT, batch) for batch in BATCHES)]
         how = {"step": step, "device": "cuda", "dtype": "bfloat16", **kept}
         found += [Whole(model, who, context, batch, **how) for model, context, batch in shapes]
     return found
