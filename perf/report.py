@@ -11,13 +11,22 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-from .engine import RESULTS
-from .speed.report import chapter, write_sections
-from .tables import NONE, Row, chosen, filled, read, table
+from .engine import RESULTS, ROOT
+from .speed.report import PAGE, chapter, machine, write_sections
+from .tables import NONE, Row, chosen, filled, plot, read, table, write_section
 
 FACTS = ("device", "cpu", "driver", "cuda", "torch", "triton", "transformers", "python", "threads", "commit", "source")
 SHAPE = ("heads", "batch", "length", "op")
 TIMED = ("heads", "B", "L", "who", "µs a layer (p20-p80)", "floor, µs", "GB/s of needed bytes", "of copy bandwidth")
+# Shown on the page; the last has been timed at the shapes of a table.
+PEERS = (
+    "copy", "fastkv moments", "fastkv default", "SDPA cuDNN", "SDPA flash", "flash-attn 3", "FlashInfer",
+    "FlashInfer tensor cores",
+)  # fmt: skip
+OWN = tuple(f"fastkv {what}" for what in "default,int8,fp8,int4,k8v4,unequal heads,in pages".split(","))
+LENGTH, DRAWN = 4096, "gpu_decode"
+BEGIN = "<!-- on a GPU: written by `python -m perf.report --readme` from perf/results, do not edit -->"
+END = "<!-- on a GPU: end -->"
 STEPS = ("cache", "model", "B", "prompt", "ms a step (p20-p80)", "tokens/s", "first token, s", "GiB")
 
 
@@ -32,14 +41,16 @@ def checks(rows: list[Row]) -> str:
 
 
 def timed(rows: list[Row], part: str, what: str) -> str:
-    """Every contender at every shape, fastkv's first. The floor is what the bytes take at the rate of a large copy."""
+    """Every contender at every shape, fastkv's first. The floor is the time of the bytes in the fastest copy."""
     lines = []
+    best = max((row["gbps"] for row in chosen(rows, op="copy") if row.get("gbps")), default=None)
     for row in chosen(rows, part=part):
         if row.get("median_us"):
-            median, of_copy = row["median_us"], row.get("of_copy")
-            times = f"{median:.2f} ({row['p20_us']:.2f}-{row['p80_us']:.2f})"
-            floor, rate = (f"{median * of_copy:.2f}", f"{of_copy:.1%}") if of_copy else (NONE, NONE)
-            lines.append([*(row[name] for name in SHAPE), times, floor, f"{row['gbps']:.0f}", rate])
+            times = f"{row['median_us']:.2f} ({row['p20_us']:.2f}-{row['p80_us']:.2f})"
+            gbps, floor, rate = row["gbps"], NONE, NONE
+            if best:
+                floor, rate = f"{row['needed_bytes'] / best / 1e3:.2f}", f"{gbps / best:.1%}"
+            lines.append([*(row[name] for name in SHAPE), times, floor, f"{gbps:.0f}", rate])
     lines.sort(key=lambda line: (line[:3], not line[3].startswith("fastkv"), line[3]))
     return table(TIMED, lines) or f"{what} on a GPU: {NONE}.\n"
 
@@ -49,6 +60,31 @@ def skipped(files: dict[str, Row]) -> str:
     rows = [row for name, file in files.items() if name.startswith("gpu_") for row in file["rows"] if "skipped" in row]
     found = Counter((row.get("op") or row["cache"], row["skipped"].replace("|", "/")) for row in rows)
     return table(("who", "why", "shapes"), [(*one, num) for one, num in found.items()])
+
+
+def beside(rows: list[Row], shown: tuple[str, ...], drawn: Path | None = None) -> str:
+    """Microseconds of decode steps, a column for each who is shown. drawn: folder for a plot at one LENGTH."""
+    measured = [row for row in chosen(rows, part="decode", heads="llama-3.1-8b") if row.get("median_us")]
+    of = {(row["batch"], row["length"], row["op"]): row["median_us"] for row in measured}
+    shapes = sorted({place[:2] for place in of if place[2] == shown[-1]})
+    if drawn is not None and of:
+        points = {op: [(one[0], of[(*one, op)]) for one in shapes if one[1] == LENGTH] for op in shown}
+        plot(drawn, DRAWN, f"Decode step of a layer, {LENGTH:,} tokens", ("sequences", "microseconds"), points)
+    lines = [[*one, *(f"{of[(*one, op)]:.1f}" for op in shown)] for one in shapes]
+    return table(("sequences", "tokens kept", *shown), lines)
+
+
+def on_gpu(files: dict[str, Row], folder: str = "../perf/results") -> str:
+    """What stands between the markers of docs/performance.md, markers included."""
+    rows, whole = (files.get(f"gpu_{name}", {"rows": []})["rows"] for name in ("timings", "model"))
+    if not rows:
+        return f"{BEGIN}\n\nNot measured yet; `python -m perf.gpu` measures it.\n\n{END}"
+    file = files["gpu_timings"]
+    where = f"{machine(file)}, triton {file['environment']['triton']}; commit {file['environment']['commit']}"
+    text = f"Microseconds for one layer of Llama's heads, bf16; {where}; `python -m perf.gpu`:\n\n"
+    text += f"{beside(rows, PEERS)}\n![Decode steps]({folder}/{DRAWN}.png)\n\n"
+    text += f"Other slots and heads, and pages:\n\n{beside(rows, OWN)}\n"
+    return f"{BEGIN}\n\n{text}Whole models, random weights, bf16:\n\n{steps(whole)}\n{END}"
 
 
 def steps(rows: list[Row]) -> str:
@@ -79,6 +115,7 @@ def write(folder: Path) -> Path:
     facts = {"chapter": chapter(files, folder), "machines": environments(files), "checks": checks(checked)}
     facts |= {"decode": timed(rows, "decode", "Decode steps"), "prompt": timed(rows, "prompt", "Blocks of prompts")}
     facts |= {"skipped": skipped(files), "steps": steps(whole)}
+    beside(rows, PEERS, folder)
     left = [name for name, file in files.items() if file.get("complete") is False]
     path = folder / "README.md"
     path.write_text(filled(Path(__file__).with_suffix(".jinja").read_text(), left=left, **facts) + "\n")
@@ -95,6 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(write(options.results))
     if options.readme:
         write_sections(read(options.results))
+        write_section(ROOT / PAGE, BEGIN, END, on_gpu(read(options.results)))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from .place import HALF, Place
 LAUNCHES = 100  # in one graph, if the buffers are small
 MAX_PASSES = 5  # over the sets in one graph: a decode step appends this often before its lengths are restored
 WARM, LEAST, MOST, SECONDS = 3, 10, 100, 0.25  # replays that are thrown away; samples; seconds spent on them
-COPY_BYTES = 1 << 30  # of each of the two buffers of the bandwidth measurement
 WORST = 2e-2  # relative error in half precision beyond which something is not what it should be
 
 
@@ -146,7 +145,7 @@ def measure(work: Work, place: Place) -> Row:
 
 
 def copy_work(place: Place, size: int, sets: int) -> Work:
-    """Copies of `size` bytes on the device, read and written: the ceiling."""
+    """Copies of `size` bytes on the device, read and written."""
     source = torch.randint(0, 100, (sets, max(size, 16)), dtype=torch.uint8, device=place.device)
     target = torch.empty_like(source)
     return Work(lambda index: target[index].copy_(source[index]), sets, 2 * size)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +26,7 @@ from ..engine import Row, Unmeasured
 from ..micro import states
 from ..micro.states import GEMMA, LLAMA, Heads
 from .checks import CRASHES, still_there
-from .clock import COPY_BYTES, MAX_PASSES, Case, Work, copy_work, layer, measure, nbytes, num_sets, right, token
+from .clock import MAX_PASSES, Case, Work, layer, measure, nbytes, num_sets, right, token
 from .peers import PEERS, Builder, causal, prompt
 from .place import HALF, Place
 
@@ -184,13 +184,4 @@ def run(case: Case, place: Place) -> Row:
         raise Unmeasured(f"{type(reason).__name__}: {str(reason).partition(chr(10))[0][:200]}") from reason
     del work
     place.cuda.empty_cache()
-    share = row["gbps"] / ceiling(place) if row["gbps"] else None
-    return row | {"copy_gbps": ceiling(place), "of_copy": share}
-
-
-@cache
-def ceiling(place: Place) -> float | None:
-    """GB/s of a large device copy in this run; None in a dry one."""
-    found = measure(copy_work(place, 1024 if place.toy else COPY_BYTES, 2), place)["gbps"]
-    place.cuda.empty_cache()
-    return found
+    return row
