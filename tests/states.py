@@ -15,7 +15,7 @@ from fastkv import corrections
 from fastkv.cache.pages import PageFormat
 from fastkv.cpu import slots as compiled
 from fastkv.kernels import _launch as launch
-from fastkv.kernels import decode_attention, vector_decode
+from fastkv.kernels import vector_decode
 from fastkv.policies import LayerFacts, Signals
 from fastkv.reference import FORMATS, LayerState, Moments, Slots, Spec
 
@@ -129,7 +129,7 @@ def uninitialised_is_nan():
 def splits(number):
     """The decode kernels split the slots of a head so often, which is otherwise a function of the shape."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (launch, decode_attention, vector_decode):
+        for module in (launch, vector_decode):
             patch.setattr(module, "num_programs", lambda pairs, slots, sms: number)
         yield
 

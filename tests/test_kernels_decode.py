@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastkv import FastKVError, reference
 from fastkv.kernels import decode_attention, operations
+from fastkv.kernels._launch import decode_programs
 from fastkv.reference import Centroids, LayerState, Moments, Recovery, Slots
 from perf.micro.states import filled
 
@@ -258,6 +259,14 @@ def test_num_programs_fills_one_wave(pairs, sms):
         assert programs & (programs - 1) == 0 and programs >= last
         assert programs == 1 or (pairs * max(programs, 3) <= PER_SM * sms and slots >= 32 * programs)
         last = programs
+
+
+def test_unequal_heads_have_several_programs_in_every_batch():
+    """And as many as equal ones for as many slots, however many the longest has."""
+    for batch, each, several in ((1, 1024, 16), (32, 1024, 4), (32, 128, 1)):
+        keys, starts = torch.empty(batch, 8 * each, 64, device="meta"), torch.zeros(batch, 9, dtype=torch.int32)
+        slots = Slots(keys, keys, starts[:, 1:], None, starts, limit=4 * each)
+        assert decode_programs(8 * batch, slots, 132) == several
 
 
 def test_num_programs_follows_the_device():

@@ -156,6 +156,13 @@ def test_sequences_do_not_depend_on_each_other(case):
         torch.testing.assert_close(torch.cat(outs, 2), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("slots", ["auto", "int4"])
+def test_tensors_of_pages_begin_on_lines_of_a_cache(slots):
+    """Else every row of keys and values would touch one line more."""
+    form = PagedRule.of(config_of("fastkv", slots=slots), 0, 0, 1, *tokens(0, 0)[1:], CacheWorkspace()).form
+    assert all(place % 128 == 0 for place in (*form.places.values(), form.nbytes))
+
+
 def test_a_page_has_the_bytes_that_its_heads_need():
     """All together those of heads that are alike, but for where each begins."""
     alike, unlike = (paged(config_of("keydiff", budget=budget)) for budget in (12, calibrated(1.5, 0.5)))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+import triton
+import triton.language as tl
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastkv import ops
 from fastkv.kernels import evict as evict_kernel
+from fastkv.kernels._attention import _dealt
 from fastkv.reference import Moments, Recovery, Slots
 
 from .conftest import examples
@@ -17,6 +20,7 @@ from .states import BACKENDS, assert_same, copied, deal, in_slab, make_spec, mak
 from .test_properties import SCORES, best, moments_of
 
 HEADS, G, D, SCALE = 3, 2, 16, 0.3
+UNEQUAL = [400, 500, 600, 800, 1000, 1200, 1500, 2000]  # slots of eight heads
 
 
 def normal(*shape):
@@ -97,6 +101,38 @@ def test_decoding_equals_that_on_equal_slots(backend, step, keyless, owned, orde
         torch.testing.assert_close(mine, theirs, atol=error, rtol=error, equal_nan=True)
     torch.testing.assert_close(unbounded[0], got[0], atol=1e-5, rtol=1e-5)
     assert_same(state, same, but=["exact.attention", "approx.attention"])
+
+
+@triton.jit
+def _deal_kernel(starts_ptr, found_ptr, HEADS: tl.constexpr, SPLITS: tl.constexpr, MOST: tl.constexpr):
+    for program in range(-HEADS, HEADS * SPLITS):  # the first ask about a head each
+        head, first, count = _dealt(starts_ptr, 0, tl.maximum(program, -1), program + HEADS, HEADS, SPLITS, MOST)
+        place = found_ptr + (program + HEADS) * 3
+        tl.store(place, head)
+        tl.store(place + 1, first)
+        tl.store(place + 2, count)
+
+
+@settings(max_examples=examples(100))
+@given(sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=9), splits=st.integers(2, 9), more=st.integers(1, 4))
+@example(sizes=UNEQUAL, splits=3, more=4)
+def test_programs_are_dealt_by_slots(sizes, splits, more):
+    """Each works for one head, every head has at least one, and shares are as short as the programs suffice for."""
+    heads, starts = len(sizes), deal([sizes])[0]
+    most, programs = more * splits, heads * splits
+    found = torch.full((heads + programs, 3), -7, dtype=torch.int32)
+    _deal_kernel[(1,)](starts, found, heads, splits, most)
+    asked, dealt = found[:heads], found[heads:]
+    firsts, counts = asked[:, 1].tolist(), asked[:, 2].tolist()
+    assert asked[:, 0].tolist() == list(range(heads)) and firsts == [sum(counts[:head]) for head in range(heads)]
+    owners = [head for head, count in enumerate(counts) for _ in range(count)]
+    assert dealt[:, 0].tolist() == owners + [heads] * (programs - len(owners))
+    assert min(counts) >= 1 and max(counts) <= most
+    assert dealt[: len(owners), 1:].tolist() == [[firsts[head], counts[head]] for head in owners]
+    longest = max(-(-size // count) for size, count in zip(sizes, counts))
+    assert longest <= max(-(-sum(sizes) // (programs - heads)), -(-max(sizes) // most), 1)
+    if sizes == UNEQUAL:
+        assert longest == 400 and len(owners) == 22  # with shares of 399 slots there would be 26, but there are 24
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -24,8 +24,7 @@ from .layer import evict
 from .layout import Attends, LayerConfig, LayerPlan, Layout
 from .prefill import absorb_block, attend_block
 
-ALIGNMENT = 16  # bytes, of every tensor: what a GPU loads at once
-PAGE_ALIGNMENT = 128  # bytes, of every page: a line of a GPU's cache
+ALIGNMENT = 128  # bytes, of every tensor and page: a line of a GPU's cache
 AT_ONCE = 64  # sequences: copies of their pages, where they evict or are read together, do not grow with the batch
 
 
@@ -53,7 +52,7 @@ class PageFormat:
         for name, tensor in template.named_tensors():
             places[name] = aligned(end, ALIGNMENT)
             end = places[name] + prod(tensor.shape[1:]) * tensor.itemsize
-        return cls(template, places, aligned(end, PAGE_ALIGNMENT))
+        return cls(template, places, aligned(end, ALIGNMENT))
 
     def view(self, pages: Tensor) -> LayerState:
         """The state in these pages, [P, nbytes] uint8: nothing is copied, and nothing is done to what lies there."""

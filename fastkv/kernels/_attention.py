@@ -461,13 +461,21 @@ def _dealt(starts_ptr, row, program, share_of, HEADS: tl.constexpr, SPLITS: tl.c
     Args: starts_ptr [B, HEADS + 1].  program: its number; -1 asks about head `share_of`.
     Returns: the head, HEADS if there is nothing to do; its first program, and how many it has.
     """
+    PROGRAMS: tl.constexpr = HEADS * SPLITS
     WIDTH: tl.constexpr = triton.next_power_of_2(HEADS)
     head = tl.arange(0, WIDTH)
     starts_ptr += row * (HEADS + 1) + head
     here = head < HEADS
     size = tl.load(starts_ptr + 1, mask=here, other=0) - tl.load(starts_ptr, mask=here, other=0)
-    share = tl.maximum(tl.cdiv(tl.sum(size, 0), HEADS * (SPLITS - 1)), tl.cdiv(tl.max(size, 0), MOST))
-    each = tl.where(here, tl.maximum(tl.cdiv(size, tl.maximum(share, 1)), 1), 0)
+    total, least = tl.sum(size, 0), tl.maximum(tl.cdiv(tl.max(size, 0), MOST), 1)
+    few, many = tl.full([], PROGRAMS - HEADS, tl.int32), tl.full([], PROGRAMS, tl.int32)
+    while few < many:  # in how many shares: `few` never need more programs than there are
+        middle = (few + many + 1) // 2
+        each = tl.cdiv(size, tl.maximum(tl.cdiv(total, middle), least))
+        fits = tl.sum(tl.where(here, tl.maximum(each, 1), 0), 0) <= PROGRAMS
+        few, many = tl.where(fits, middle, few), tl.where(fits, many, middle - 1)
+    share = tl.maximum(tl.cdiv(total, few), least)
+    each = tl.where(here, tl.maximum(tl.cdiv(size, share), 1), 0)
     end = tl.sum(tl.where(head[:, None] <= head[None, :], each[:, None], 0), 0)
     own = tl.where(program < 0, share_of, tl.sum((here & (end <= program)).to(tl.int32), 0))
     mine = head == own

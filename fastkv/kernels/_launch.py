@@ -19,6 +19,7 @@ from ._arguments import PartPointers, ResultPointers
 INTERPRET = bool(triton.knobs.runtime.interpret)  # fixed at import, as it is for every @triton.jit
 MIN_ROWS = 16  # tl.dot pads fewer rows to this anyway
 ATTENTION_TILE = 8192  # logits at once when attention is added up
+SHARED = 4  # programs at least of a head, on average, where heads have unequally many slots
 PER_SM = 2  # programs of any decode kernel that an SM holds at once (perf.aot): they are to run in one wave
 ALIGNED = 32  # numbers: 128 bytes, a line of a GPU's cache
 SMS = 132  # where there are none, in the interpreter: those of an H200
@@ -247,7 +248,8 @@ class Workspace:
         """
         exact, tiers, pairs, groups = state.exact, state.tiers.values(), batch * state.heads, num_heads // state.heads
         sets = pairs * len(tiers)  # of slots that are split
-        programs = max(num_programs(sets, max(slots.limit for slots in tiers), sms), 2)  # some kernels take 2 at least
+        programs = max(num_programs(sets, max(slots.limit for slots in tiers), sms), decode_programs(pairs, exact, sms))
+        programs = max(programs, 2)  # some kernels take 2 at least
         parts, dim = sets * (programs + 1) * groups, exact.format.keys.dim(exact.keys.shape[-1])
         made: dict[str, tuple[int, ...]] = {"accs": (parts, dim), "tops": (parts,), "totals": (parts,)}
         if any(slots.attention is not None for slots in tiers):
@@ -305,6 +307,19 @@ def chip_of(device: torch.device) -> str:
 def num_sms(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU, which AMD calls compute units; a fixed number for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else SMS
+
+
+def slots_each(slots: Slots) -> int:
+    """Slots of a head, on average where heads have unequally many."""
+    return slots.limit if slots.starts is None else triton.cdiv(slots.keys.shape[1], slots.starts.shape[1] - 1)
+
+
+def decode_programs(pairs: int, slots: Slots, sms: int) -> int:
+    """`num_programs` of a step over these slots; several where heads have unequally many, whatever the batch, so that
+    the longest head does not decide how long it takes."""
+    each = slots_each(slots)
+    several = SHARED if slots.starts is not None and each >= SHARED * 64 else 1
+    return max(num_programs(pairs, each, sms), several)
 
 
 def num_programs(pairs: int, slots: int, sms: int) -> int:

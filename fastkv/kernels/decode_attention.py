@@ -76,11 +76,12 @@ from ._launch import (
     check_rows,
     chip_of,
     decode_outputs,
-    num_programs,
+    decode_programs,
     num_sms,
     on_hip,
     pool_of,
     pow2,
+    slots_each,
     stages,
 )
 
@@ -280,8 +281,8 @@ def _constants(
 ) -> tuple[DecodeTile, int, int]:  # fmt: skip
     """Tile, warps and pipeline stages.
 
-    known: of the evicted tokens; slots: of a head; programs: see `num_programs`; coded: whether slots hold codes;
-    packed: of 4 bits; ragged: whether heads have unequally many.
+    known: of the evicted tokens; slots: of a head, on average; programs: see `decode_programs`; coded: whether slots
+    hold codes; packed: of 4 bits; ragged: whether heads have unequally many.
     """
     padded, order, centroids = pow2(head_dim, 64), known.order, known.num or 0
     matrix = known.pointers.key_mean_ptr if order == CENTROIDS else known.pointers.matrix_ptr
@@ -358,9 +359,9 @@ def decode_step(
     page = check_rows(op, state, pointers, evicted)
     batch = state.batch
     pairs, pool, collects = batch * heads, pool_of(batch, slots), attention is not None
-    programs = num_programs(pairs, slots.limit, num_sms(q.device))
+    programs = decode_programs(pairs, slots, num_sms(q.device))
     tile, num_warps, num_stages = _constants(
-        q.dtype, known, heads, groups, dim, slots.limit, programs, spec.softcap is not None, on_hip(),
+        q.dtype, known, heads, groups, dim, slots_each(slots), programs, spec.softcap is not None, on_hip(),
         not slots.format.plain, slots.format.values.bits == 4, starts is not None,
     )  # fmt: skip
     room, several = Workspace.of(state.scratch), tile.PARTS > 1
