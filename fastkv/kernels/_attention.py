@@ -451,6 +451,12 @@ def _stretch(starts_ptr, pair, slots, HEADS: tl.constexpr):
         return (pair // HEADS) * slots + first, tl.load(starts_ptr + 1) - first
 
 
+@triton.constexpr_function
+def _bits(number: int) -> int:
+    """Of the number: steps of a bisection among so many and one."""
+    return number.bit_length()
+
+
 @triton.jit
 def _dealt(starts_ptr, row, program, share_of, HEADS: tl.constexpr, SPLITS: tl.constexpr, MOST: tl.constexpr):
     """Which head of a sequence one of its HEADS * SPLITS programs works for, where heads have unequally many slots, and
@@ -469,7 +475,9 @@ def _dealt(starts_ptr, row, program, share_of, HEADS: tl.constexpr, SPLITS: tl.c
     size = tl.load(starts_ptr + 1, mask=here, other=0) - tl.load(starts_ptr, mask=here, other=0)
     total, least = tl.sum(size, 0), tl.maximum(tl.cdiv(tl.max(size, 0), MOST), 1)
     few, many = tl.full([], PROGRAMS - HEADS, tl.int32), tl.full([], PROGRAMS, tl.int32)
-    while few < many:  # in how many shares: `few` never need more programs than there are
+    # In how many shares: `few` never need more programs than there are. After a while loop triton would not know what is
+    # aligned any more.
+    for _ in tl.static_range(_bits(HEADS)):
         middle = (few + many + 1) // 2
         each = tl.cdiv(size, tl.maximum(tl.cdiv(total, middle), least))
         fits = tl.sum(tl.where(here, tl.maximum(each, 1), 0), 0) <= PROGRAMS
