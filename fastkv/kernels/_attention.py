@@ -475,7 +475,7 @@ def _dealt(starts_ptr, row, program, share_of, HEADS: tl.constexpr, SPLITS: tl.c
     size = tl.load(starts_ptr + 1, mask=here, other=0) - tl.load(starts_ptr, mask=here, other=0)
     total, least = tl.sum(size, 0), tl.maximum(tl.cdiv(tl.max(size, 0), MOST), 1)
     few, many = tl.full([], PROGRAMS - HEADS, tl.int32), tl.full([], PROGRAMS, tl.int32)
-    # In how many shares: `few` never need more programs than there are. After a while loop triton would not know any more
+    # In how many shares: `few` never need more programs than there are. After a while loop triton would no longer know
     # what is aligned.
     for _ in tl.static_range(_bits(HEADS)):
         middle = (few + many + 1) // 2
