@@ -161,7 +161,7 @@ def workspace_room(
 # `LayerState.taken` and `put` are what they mean. A tensor of the copy is contiguous, as kernels want it.
 
 BLOCK = 2048  # words that a program copies
-ALIGNED = 16  # bytes: where each tensor of a copy begins
+ALIGNED = 128  # bytes: where each tensor of a copy begins, a line of a GPU's cache
 LAST = 2**31 - 1
 
 
