@@ -89,6 +89,7 @@ from ._launch import (
 BLOCKS = {64: (64, 64, 3), 128: (64, 64, 3), 256: (32, 32, 3), 512: (16, 32, 3)}
 FP32_BLOCKS = {64: (32, 32, 2), 128: (32, 32, 2), 256: (16, 16, 2)}
 BLOCK_C = {128: 64, 256: 32, 512: 16}  # centroids at a time in half precision, by the padded head_dim
+MANY_WARPS = "90", "100"  # chips, see `chip_of`, where two programs of eight warps fit
 CENTROID = 2.2  # slots that cost as much as one (perf.counts)
 MERGE_TILE = 16384  # elements of partials summed at once: all of the usual shapes, so that no load waits for another
 
@@ -277,13 +278,14 @@ def _decode_attention_kernel(
 
 def _constants(
     dtype: torch.dtype, known: Terms, heads: int, groups: int, head_dim: int, slots: int, programs: int, capped: bool,
-    hip: bool, coded: bool, packed: bool, ragged: bool,
+    chip: str, coded: bool, packed: bool, ragged: bool,
 ) -> tuple[DecodeTile, int, int]:  # fmt: skip
     """Tile, warps and pipeline stages.
 
-    known: of the evicted tokens; slots: of a head, on average; programs: see `decode_programs`; coded: whether slots
-    hold codes; packed: of 4 bits; ragged: whether heads have unequally many.
+    known: of the evicted tokens; slots: of a head, on average; programs: see `decode_programs`; chip: see `chip_of`;
+    coded: whether slots hold codes; packed: of 4 bits; ragged: whether heads have unequally many.
     """
+    hip = chip == "hip"
     padded, order, centroids = pow2(head_dim, 64), known.order, known.num or 0
     matrix = known.pointers.key_mean_ptr if order == CENTROIDS else known.pointers.matrix_ptr
     programs = max(programs, 2) if packed and padded > 128 else programs  # one alone has to spill registers
@@ -319,7 +321,9 @@ def _constants(
         block_k, block_c, attention_slots(merge_rows), splits, parts, most,
     )  # fmt: skip
     wide = padded > 256 or (padded == 256 and (tight or dtype == torch.float32))
-    return tile, 8 if wide else 4, num_stages
+    # In large batches programs that decode 8 bits wait twice as long as they issue, on an H200: more warps take turns.
+    waits = coded and not packed and dtype != torch.float32 and programs <= 2 and padded <= 128 and chip in MANY_WARPS
+    return tile, 8 if wide or waits else 4, num_stages
 
 
 def most_registers(order: int | None, tile: DecodeTile, coded: bool, chip: str) -> dict[str, int]:
@@ -361,8 +365,8 @@ def decode_step(
     pairs, pool, collects = batch * heads, pool_of(batch, slots), attention is not None
     programs = decode_programs(pairs, slots, num_sms(q.device))
     tile, num_warps, num_stages = _constants(
-        q.dtype, known, heads, groups, dim, slots_each(slots), programs, spec.softcap is not None, on_hip(),
-        not slots.format.plain, slots.format.values.bits == 4, starts is not None,
+        q.dtype, known, heads, groups, dim, slots_each(slots), programs, spec.softcap is not None,
+        chip_of(q.device), not slots.format.plain, slots.format.values.bits == 4, starts is not None,
     )  # fmt: skip
     room, several = Workspace.of(state.scratch), tile.PARTS > 1
     if room is None and (several or collects):
