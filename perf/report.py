@@ -18,7 +18,7 @@ from .tables import NONE, Row, chosen, filled, plot, read, table, write_section
 FACTS = ("device", "cpu", "driver", "cuda", "torch", "triton", "transformers", "python", "threads", "commit", "source")
 SHAPE = ("heads", "batch", "length", "op")
 TIMED = ("heads", "B", "L", "who", "µs a layer (p20-p80)", "floor, µs", "GB/s of needed bytes", "of copy bandwidth")
-# Shown on the page; the last has been timed at the shapes of a table.
+# Shown on the page, at the shapes of the second.
 PEERS = (
     "copy", "fastkv moments", "fastkv default", "SDPA cuDNN", "SDPA flash", "flash-attn 3", "FlashInfer",
     "FlashInfer tensor cores",
@@ -66,12 +66,15 @@ def beside(rows: list[Row], shown: tuple[str, ...], drawn: Path | None = None) -
     """Microseconds of decode steps, a column for each who is shown. drawn: folder for a plot at one LENGTH."""
     measured = [row for row in chosen(rows, part="decode", heads="llama-3.1-8b") if row.get("median_us")]
     of = {(row["batch"], row["length"], row["op"]): row["median_us"] for row in measured}
-    shapes = sorted({place[:2] for place in of if place[2] == shown[-1]})
+    shapes = sorted({place[:2] for place in of if place[2] == shown[1]})
     if drawn is not None and of:
-        points = {op: [(one[0], of[(*one, op)]) for one in shapes if one[1] == LENGTH] for op in shown}
-        plot(drawn, DRAWN, f"Decode step of a layer, {LENGTH:,} tokens", ("sequences", "microseconds"), points)
-    lines = [[*one, *(f"{of[(*one, op)]:.1f}" for op in shown)] for one in shapes]
-    return table(("sequences", "tokens kept", *shown), lines)
+        held = [one for one in shapes if one[1] == LENGTH]
+        lines = {op: [(one[0], of[(*one, op)]) for one in held if (*one, op) in of] for op in shown}
+        lines = {op: points for op, points in lines.items() if points}
+        plot(drawn, DRAWN, f"Decode step of a layer, {LENGTH:,} tokens", ("sequences", "microseconds"), lines)
+    times = {place: f"{time:.1f}" for place, time in of.items()}
+    cells = [[*one, *(times.get((*one, op), NONE) for op in shown)] for one in shapes]
+    return table(("sequences", "tokens kept", *shown), cells)
 
 
 def on_gpu(files: dict[str, Row], folder: str = "../perf/results") -> str:

@@ -359,12 +359,9 @@ def evict(state: LayerState, rule: LayerConfig, anew: bool = False) -> None:
 
 def _evicts_in_place(state: LayerState, rule: LayerConfig) -> bool:
     """Whether nothing but the backend's own operations, which all follow rows, changes the state in an eviction."""
-    asked, backend, device = (
-        ("slot_signals", "remember", "evict", "memorise"),
-        rule.spec.backend,
-        state.seen.device.type,
-    )
-    return state.approx is None and all(follows_rows(name, backend, device) for name in asked)
+    where = rule.spec.backend, state.seen.device.type
+    asked = "slot_signals", "remember", "evict", "memorise"
+    return state.approx is None and all(follows_rows(name, *where) for name in asked)
 
 
 class HeldPrompt:
