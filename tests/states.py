@@ -134,6 +134,13 @@ def splits(number):
         yield
 
 
+def launched(monkeypatch, module):
+    """What `_constants` of a kernel's module says of every launch from now on: tile, warps and stages."""
+    made, known = [], module._constants
+    monkeypatch.setattr(module, "_constants", lambda *given: made.append(known(*given)) or made[-1])
+    return made
+
+
 def in_pages(state, rows, pages):
     """A copy of the state whose row b lies in page rows[b] of so many; the others are full of garbage."""
     form = PageFormat.of(state)

@@ -23,7 +23,7 @@ from . import test_kernels_evict as evict
 from . import test_kernels_prefill as prefill
 from .conftest import examples
 from .pairwise import covering, named
-from .states import encoded, make_spec, sinks, splits
+from .states import encoded, launched, make_spec, sinks, splits
 
 SLOTS = ["int8", "fp8", "int4", "k8v4"]
 
@@ -157,11 +157,10 @@ def test_decode_variants(slots, order, softcap, attention, append, number):
 @pytest.mark.parametrize("dim, parts", [(128, 1), (256, 3)])
 def test_no_program_alone_reads_a_wide_head_in_4_bits(monkeypatch, dim, parts):
     """Two read slots and one what is evicted, in a workspace that was made for a single one."""
-    launched, known = [], decode_attention._constants
-    monkeypatch.setattr(decode_attention, "_constants", lambda *given: launched.append(known(*given)) or launched[-1])
+    tiles = launched(monkeypatch, decode_attention)
     with splits(1):
         check_decode(decode.Case.make(1, 1, 2, dim, 40, torch.bfloat16, (37,), (9,)), "int4")
-    assert {tile.PARTS for tile, _, _ in launched} == {parts}
+    assert {tile.PARTS for tile, _, _ in tiles} == {parts}
 
 
 @settings(max_examples=examples(500), deadline=None)
@@ -280,12 +279,11 @@ def test_evict_in_the_tiles_of_each_chip(chip, monkeypatch):
 @pytest.mark.parametrize("slots", ["int8", "fp8"])
 def test_decode_in_eight_warps(slots, monkeypatch):
     """As large batches do on Hopper."""
-    known, launched = decode_attention._constants, []
-    monkeypatch.setattr(decode_attention, "_constants", lambda *given: launched.append(known(*given)) or launched[-1])
+    tiles = launched(monkeypatch, decode_attention)
     monkeypatch.setattr("fastkv.kernels.decode_attention.chip_of", lambda device: "90")
     with splits(1):
         check_decode(decode.Case.make(1, 2, 4, 128, 150, torch.bfloat16, (149, 97), (300, 5)), slots)
-    assert [warps for _, warps, _ in launched] == [8]
+    assert [warps for _, warps, _ in tiles] == [8]
 
 
 def run(backend, slots, policy="momentkv", heads="uniform", **options):

@@ -24,7 +24,7 @@ from perf.micro.states import filled
 
 from . import states
 from .pairwise import covering
-from .states import PER_SM, Workspace, assert_same, copied, make_spec, make_state, num_programs
+from .states import PER_SM, Workspace, assert_same, copied, launched, make_spec, make_state, num_programs
 
 SLACK = {torch.float32: 1e-6, torch.float16: 2e-4, torch.bfloat16: 8e-3}
 DTYPES = list(SLACK)
@@ -186,8 +186,7 @@ def test_decode_variants_with_centroids(split, softcap, append, splits):
 def test_many_centroids_are_shared_by_programs(split, monkeypatch, shares, number, pieces):
     """Of 40 centroids, 16 at a time, as many as there are tiles of them, if so many programs can be spared."""
     split(number)
-    tiles, known = [], decode_attention._constants
-    monkeypatch.setattr(decode_attention, "_constants", lambda *given: tiles.append(known(*given)) or tiles[-1])
+    tiles = launched(monkeypatch, decode_attention)
     state, (q, k, v) = filled(2, 4, 64, 40, free=4, shares=shares), (torch.randn(2, n, 64) for n in (16, 4, 4))
     state.parts = Centroids.empty(2, 4, 40, 64, 64).add(*torch.randn(2, 2, 4, 90, 64))
     exact = copied(state, torch.float64)
