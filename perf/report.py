@@ -8,6 +8,7 @@ Writes README.md and PNG plots beside the files. Tables that were not measured s
 """
 
 import argparse
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -20,11 +21,13 @@ SHAPE = ("heads", "batch", "length", "op")
 TIMED = ("heads", "B", "L", "who", "µs a layer (p20-p80)", "floor, µs", "GB/s of needed bytes", "of copy bandwidth")
 # Shown on the page, at the shapes of the second.
 PEERS = (
-    "copy", "fastkv moments", "fastkv default", "SDPA cuDNN", "SDPA flash", "flash-attn 3", "FlashInfer",
+    "copy", "fastkv default", "fastkv moments", "SDPA cuDNN", "SDPA flash", "flash-attn 3", "FlashInfer",
     "FlashInfer tensor cores",
 )  # fmt: skip
-OWN = tuple(f"fastkv {what}" for what in "default,int8,fp8,int4,k8v4,unequal heads,in pages".split(","))
-LENGTH, DRAWN = 4096, "gpu_decode"
+KINDS = ("", "int8 ", "fp8 ", "int4 ", "k8v4 ", "unequal heads ", "in pages ")
+OWN = tuple(f"fastkv {kind}with sums" for kind in KINDS)
+PARTS = "gpu_ablations.jsonl"  # steps with parts left out: of all, sums of attention, the default's is left
+LLAMA, LENGTH, DRAWN = "llama-3.1-8b", 4096, "gpu_decode"
 BEGIN = "<!-- on a GPU: written by `python -m perf.report --readme` from perf/results, do not edit -->"
 END = "<!-- on a GPU: end -->"
 STEPS = ("cache", "model", "B", "prompt", "ms a step (p20-p80)", "tokens/s", "first token, s", "GiB")
@@ -62,9 +65,19 @@ def skipped(files: dict[str, Row]) -> str:
     return table(("who", "why", "shapes"), [(*one, num) for one, num in found.items()])
 
 
+def of_parts(file: Path) -> list[Row]:
+    """The default's steps of Llama's heads among those with parts left out, as rows of timings; none without the file.
+
+    These were measured before several programs shared the centroids of a head.
+    """
+    lines = [json.loads(line) for line in file.read_text().splitlines()[1:]] if file.exists() else []
+    found = chosen(lines, correction="centroids", attention=False, append=True, changed={})
+    return [{"part": "decode", "heads": LLAMA, "op": "fastkv default"} | row for row in found]
+
+
 def beside(rows: list[Row], shown: tuple[str, ...], drawn: Path | None = None) -> str:
     """Microseconds of decode steps, a column for each who is shown. drawn: folder for a plot at one LENGTH."""
-    measured = [row for row in chosen(rows, part="decode", heads="llama-3.1-8b") if row.get("median_us")]
+    measured = [row for row in chosen(rows, part="decode", heads=LLAMA) if row.get("median_us")]
     of = {(row["batch"], row["length"], row["op"]): row["median_us"] for row in measured}
     shapes = sorted({place[:2] for place in of if place[2] == shown[1]})
     if drawn is not None and of:
@@ -77,16 +90,18 @@ def beside(rows: list[Row], shown: tuple[str, ...], drawn: Path | None = None) -
     return table(("sequences", "tokens kept", *shown), cells)
 
 
-def on_gpu(files: dict[str, Row], folder: str = "../perf/results") -> str:
-    """What stands between the markers of docs/performance.md, markers included."""
+def on_gpu(folder: Path) -> str:
+    """What stands between the markers of docs/performance.md, markers included, from the files of a folder."""
+    files = read(folder)
     rows, whole = (files.get(f"gpu_{name}", {"rows": []})["rows"] for name in ("timings", "model"))
     if not rows:
         return f"{BEGIN}\n\nNot measured yet; `python -m perf.gpu` measures it.\n\n{END}"
     file = files["gpu_timings"]
     where = f"{machine(file)}, triton {file['environment']['triton']}; commit {file['environment']['commit']}"
     text = f"Microseconds for one layer of Llama's heads, bf16; {where}; `python -m perf.gpu`:\n\n"
-    text += f"{beside(rows, PEERS)}\n![Decode steps]({folder}/{DRAWN}.png)\n\n"
-    text += f"Other slots and heads, and pages:\n\n{beside(rows, OWN)}\n"
+    text += f"{beside([*of_parts(folder / PARTS), *rows], PEERS)}\n![Decode steps](../perf/results/{DRAWN}.png)\n\n"
+    text += "The default's step with sums of attention, over other slots and heads, and in pages:\n\n"
+    text += f"{beside(rows, OWN)}\n"
     return f"{BEGIN}\n\n{text}Whole models, random weights, bf16:\n\n{steps(whole)}\n{END}"
 
 
@@ -118,7 +133,7 @@ def write(folder: Path) -> Path:
     facts = {"chapter": chapter(files, folder), "machines": environments(files), "checks": checks(checked)}
     facts |= {"decode": timed(rows, "decode", "Decode steps"), "prompt": timed(rows, "prompt", "Blocks of prompts")}
     facts |= {"skipped": skipped(files), "steps": steps(whole)}
-    beside(rows, PEERS, folder)
+    beside([*of_parts(folder / PARTS), *rows], PEERS, folder)
     left = [name for name, file in files.items() if file.get("complete") is False]
     path = folder / "README.md"
     path.write_text(filled(Path(__file__).with_suffix(".jinja").read_text(), left=left, **facts) + "\n")
@@ -135,7 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(write(options.results))
     if options.readme:
         write_sections(read(options.results))
-        write_section(ROOT / PAGE, BEGIN, END, on_gpu(read(options.results)))
+        write_section(ROOT / PAGE, BEGIN, END, on_gpu(options.results))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ FREE = 16  # slots beyond L: what is appended between two evictions
 TOY_LENGTH = 32  # in a dry run
 KEPT = 1024  # tokens that a prompt's block attends to beside itself
 DEFAULT, PLAIN = "fastkv default", "fastkv no correction"
+SUMS = "with sums"  # of the attention that each token receives, by which some policies go
 KEY = ((1, 1024), (32, 4096), (8, 1024), (1, 4096), (32, 1024), (8, 4096))  # batch and tokens, what counts most first
 PROMPTS = ((1, 2048), (8, 512), (1, 8192))  # batch and tokens of a prompt's block
 OTHERS = ((1, 512), (128, 1024), (1, 128), (128, 4096))
@@ -114,13 +115,15 @@ def block(case: Case, place: Place, flash: bool) -> Work:
 
 
 def default(**options: object) -> tuple[str, Builder]:
-    """The default's step, with other slots than it has."""
-    return "centroids", partial(decode, correction="centroids", attention=True, **options)
+    """The default's step; options: what it has otherwise."""
+    return "centroids", partial(decode, correction="centroids", **options)
 
 
 OWN: dict[str, tuple[str, Builder]] = {  # by name: what it remembers, and what builds the work
     DEFAULT: default(),
+    f"fastkv {SUMS}": default(attention=True),
     "fastkv moments": ("moments", partial(decode, correction="moments")),
+    f"fastkv moments {SUMS}": ("moments", partial(decode, correction="moments", attention=True)),  # momentkv's
     PLAIN: ("moments", partial(decode, correction="none")),
     **{f"fastkv {slots}": default(slots=slots) for slots in FORMATS if slots != "model"},
     "fastkv unequal heads": default(shares=SHARES),
