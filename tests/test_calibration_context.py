@@ -16,7 +16,7 @@ from fastkv.calibration.fits import QualityCurve, context_nll, keep_for, retaine
 from fastkv.lab.cli import build_parser
 from fastkv.lab.fits import Triple, english_text, fit_curve, make_triples, residual, run_context
 
-from .models import FAMILIES, refused
+from .models import FAMILIES, raises, refused
 from .pairwise import covering
 from .toy import MODEL, calibration_text
 
@@ -285,8 +285,7 @@ def test_quality_is_the_nll_ratio_of_the_answers_alone(bundled):
 
 def test_make_triples_refuses(bundled):
     for changes, says in (({"keeps": (0.5, 1.5)}, "keep"), ({"policy": "nope"}, "nope")):
-        with pytest.raises(fastkv.FastKVError, match=says):
-            make_triples(*bundled, **{"policy": "snapkv", "lengths": (128,), "samples": 1, **changes})
+        raises(says, make_triples, *bundled, **{"policy": "snapkv", "lengths": (128,), "samples": 1, **changes})
     with fastkv.patched(bundled[0], "snapkv", 64):
         refused("unpatch", make_triples, *bundled, "snapkv")
 

@@ -10,6 +10,7 @@ from fastkv.corrections import Shape
 from fastkv.policies import get
 from fastkv.reference import Centroids, Moments
 
+from .models import raises
 from .states import make_spec, make_state
 
 B, HKV, D, DV = 2, 3, 16, 8
@@ -147,5 +148,4 @@ def test_centroids_in_another_share_of_the_bytes():
     ]
     assert numbers[1] in (2 * numbers[0], 2 * numbers[0] + 1)
     for share in (0, 0.5, True, -8):
-        with pytest.raises(FastKVError, match="share must be a whole number"):
-            corrections.get("centroids", share=share)
+        raises("share must be a whole number", corrections.get, "centroids", share=share)

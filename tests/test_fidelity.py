@@ -20,7 +20,7 @@ from fastkv.lab.fidelity import measure, read_full, run
 from fastkv.lab.reading import equal_bytes, stored_bytes
 
 from .equal_bytes import assert_equal_bytes, token_bytes
-from .models import build, policy, prompt
+from .models import build, policy, prompt, raises
 from .pairwise import named
 from .test_vector_cache import mapping
 from .toy import MODEL
@@ -254,10 +254,8 @@ def test_unequal_bytes_are_noticed():
     assert_equal_bytes({"given": caches["given"]}, budget.bytes)
     with pytest.raises(FastKVError, match="run the model first"), fastkv.patched(model):
         stored_bytes(FastKVCache(model))
-    with pytest.raises(FastKVError, match="smaller than sinks"):
-        equal_bytes(model.config, 8, model.dtype)
-    with pytest.raises(FastKVError, match="turns tokens into bytes"):
-        equal_bytes(model.config, Budget(keep=0.5), model.dtype)
+    raises("smaller than sinks", equal_bytes, model.config, 8, model.dtype)
+    raises("turns tokens into bytes", equal_bytes, model.config, Budget(keep=0.5), model.dtype)
 
 
 @pytest.mark.parametrize(
@@ -277,13 +275,11 @@ def test_equal_bytes_keep_the_shares_of_a_budget(shares):
 def test_misuse_is_refused():
     model, tokens = build(), text()
     full = read_full(model, tokens, STEPS)
-    with pytest.raises(FastKVError, match="patch"):
-        measure(model, tokens, STEPS, full)
+    raises("patch", measure, model, tokens, STEPS, full)
     with fastkv.patched(model, "streaming", 40), pytest.raises(FastKVError, match="stock"):
         read_full(model, tokens, STEPS)
     for steps in (1, 60):
-        with pytest.raises(FastKVError, match="steps"):
-            read_full(model, tokens, steps)
+        raises("steps", read_full, model, tokens, steps)
 
 
 def fidelity(*arguments):

@@ -17,7 +17,7 @@ from fastkv.lab.cli import build_parser
 from fastkv.lab.common import read_stock
 from fastkv.lab.inspection import measure_layer, nearest_distances
 
-from .models import build
+from .models import build, raises
 from .toy import MODEL, load
 from .toy import told as toy_told
 
@@ -269,5 +269,4 @@ def test_what_cannot_be_measured_is_refused():
         list(read_stock(build("gemma3", layer_types=["sliding_attention"] * 4), ids))
     model = build("llama")
     model.model.layers[2].self_attn.k_proj.weight[0, 0] = math.nan
-    with pytest.raises(FastKVError, match="layer 2"):
-        list(read_stock(model, ids))
+    raises("layer 2", list, read_stock(model, ids))

@@ -22,6 +22,7 @@ from . import test_kernels_decode as decode
 from . import test_kernels_evict as evict
 from . import test_kernels_prefill as prefill
 from .conftest import examples
+from .models import raises
 from .pairwise import covering, named
 from .states import encoded, launched, make_spec, sinks, splits
 
@@ -318,8 +319,7 @@ def test_refusals():
     for slots in SLOTS:
         state = encoded(case.state, slots)
         state.exact.key_scales = state.exact.key_scales[:, :, :3]
-        with pytest.raises(FastKVError, match="key_scales"):
-            operations.decode_step(case.q, case.k, case.v, state, case.spec(None, 1))
+        raises("key_scales", operations.decode_step, case.q, case.k, case.v, state, case.spec(None, 1))
         state.exact.key_scales = None
         with pytest.raises(FastKVError, match=f"got slots='{slots}' without scales; use backend='reference'"):
             operations.decode_step(case.q, case.k, case.v, state, case.spec(None, 1))

@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastkv import FastKVError, ops, reference
+from fastkv import ops, reference
 from fastkv.kernels import remember as module
 from fastkv.reference import Centroids
 
 from .conftest import examples
+from .models import raises
 from .pairwise import covering
 from .states import make_spec, make_state, uninitialised_is_nan
 
@@ -182,7 +183,5 @@ def test_rows_of_a_block_lie_anywhere():
 
 def test_what_does_not_fit_is_refused():
     tokens = candidates(1, 2, 30, 32, (20, 9))
-    with pytest.raises(FastKVError, match=r"centroids\.keys must have shape"):
-        joined("triton", parts_of(1, 2, 5, 16, 9), tokens, 20)
-    with pytest.raises(FastKVError, match="kept must have shape"):
-        joined("triton", parts_of(1, 2, 5, 32, 9), (*tokens[:4], tokens[4][..., :29]), 20)
+    raises(r"centroids\.keys must have shape", joined, "triton", parts_of(1, 2, 5, 16, 9), tokens, 20)
+    raises("kept must have shape", joined, "triton", parts_of(1, 2, 5, 32, 9), (*tokens[:4], tokens[4][..., :29]), 20)

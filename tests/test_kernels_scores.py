@@ -21,6 +21,7 @@ from fastkv.reference import geometry
 from fastkv.rotary import Rotary
 
 from .conftest import examples
+from .models import raises
 from .pairwise import covering, named
 from .states import sinks
 
@@ -490,8 +491,7 @@ def test_who_is_not_asked_has_no_say():
 )
 def test_what_is_refused(match, kernel, given):
     dim = len(given.get("sketch", range(16)))
-    with pytest.raises(FastKVError, match=match):
-        kernel(keys=tokens(1, 1, 4, dim, torch.float16 if dim == 512 else torch.float32), **given)
+    raises(match, kernel, keys=tokens(1, 1, 4, dim, torch.float16 if dim == 512 else torch.float32), **given)
 
 
 def test_z_scores_refuse_a_mask_of_another_shape():

@@ -13,7 +13,7 @@ from fastkv.reference import Centroids, LayerState, Moments, Recovery, Slots
 from fastkv.rotary import Rotary
 from perf.micro.states import filled
 
-from .models import build, generate, prompt
+from .models import build, generate, prompt, raises
 from .pairwise import covering, named
 from .states import BACKENDS, assert_same, copied, encoded, make_spec
 
@@ -400,7 +400,5 @@ def test_a_model_decodes_the_same_tokens_on_every_backend(policy, block):
 
 
 def test_sizes_without_a_kernel_are_refused():
-    with pytest.raises(fastkv.FastKVError, match="multiple of 16"):
-        fastkv.patch(build(head_dim=12), budget=64, backend="triton")
-    with pytest.raises(fastkv.FastKVError, match="evict_every may be at most 64"):
-        fastkv.patch(build(), budget=64, evict_every=65, backend="triton")
+    raises("multiple of 16", fastkv.patch, build(head_dim=12), budget=64, backend="triton")
+    raises("evict_every may be at most 64", fastkv.patch, build(), budget=64, evict_every=65, backend="triton")

@@ -11,12 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastkv import FastKVError, ops
+from fastkv import ops
 from fastkv.policies import H2O, TOVA, CriticalKV, DuoAttention, KVzip, MomentKV, PyramidKV, SnapKV
 from fastkv.reference import Moments, most_attended, output_norms
 from fastkv.reference import attention as kvzip
 from fastkv.reference import scores as output
 
+from .models import raises
 from .states import changed, make_signals, randn
 from .test_policies_geometry import scored
 
@@ -307,8 +308,7 @@ def pattern(tmp_path):
 )
 def test_duoattention_says_what_is_wrong_with_a_pattern(pattern, tmp_path, text, match):
     path = "" if text is None else tmp_path / "nowhere.tsv" if text == "missing" else pattern(text)
-    with pytest.raises(FastKVError, match=match):
-        DuoAttention(pattern=path).check([2, 2])
+    raises(match, DuoAttention(pattern=path).check, [2, 2])
 
 
 def test_duoattention_reads_its_pattern_once(pattern):

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import fastkv
-from fastkv import Budget, FastKVCache, FastKVError, policies
+from fastkv import Budget, FastKVCache, policies
 from fastkv.integrations.transformers.stock import CACHE
 from fastkv.lab.reading import Reading, read
 
-from .models import build
+from .models import build, raises
 
 KINDS = [name for name in policies.names() if name not in ("duoattention", "triattention")]
 
@@ -80,10 +80,8 @@ def test_full_is_the_stock_cache(model, reading):
 
 @pytest.mark.parametrize("settings", [dict(prefill_block=64), dict(budget=Budget(quality=0.9))], ids=str)
 def test_what_decides_while_reading_is_refused(reading, settings):
-    with pytest.raises(FastKVError, match="run the model for each"):
-        reading.compressed("keydiff", settings.pop("budget", 48), **settings)
+    raises("run the model for each", reading.compressed, "keydiff", settings.pop("budget", 48), **settings)
 
 
 def test_several_sequences_are_refused(model):
-    with pytest.raises(FastKVError, match="one sequence"):
-        Reading.of(model, torch.zeros(2, 8, dtype=torch.long))
+    raises("one sequence", Reading.of, model, torch.zeros(2, 8, dtype=torch.long))

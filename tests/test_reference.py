@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastkv.errors import FastKVError
 from fastkv.reference import (
     Moments,
     decode_attention,
@@ -25,6 +24,7 @@ from fastkv.reference import (
 )
 from fastkv.reference.geometry import LEVERAGE_METHODS, sketch_matrix
 
+from .models import raises
 from .states import randn
 
 F64 = torch.float64
@@ -241,5 +241,4 @@ MASK = torch.ones(2, 3, 4, dtype=torch.bool)
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
 def test_what_is_refused(message, call, arguments):
-    with pytest.raises(FastKVError, match=message):
-        call(*arguments)
+    raises(message, call, *arguments)

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastkv.errors import FastKVError
 from fastkv.reference import Centroids, Moments, centroid_estimate, moment_estimate
 
+from .models import raises
 from .test_reference import pairs, true_attention
 
 F64 = torch.float64
@@ -146,12 +146,9 @@ def test_neither_padding_nor_neighbours_change_a_bit(sizes, pad, seed):
 
 def test_wrong_arguments_are_refused():
     keys, values = pairs(5)
-    with pytest.raises(FastKVError, match="at least 1 per head, got 0"):
-        empty(0)
-    with pytest.raises(FastKVError, match="keys must have shape"):
-        empty(4, heads=2).add(keys, values)
-    with pytest.raises(FastKVError, match="mask must have shape"):
-        empty(4).add(keys, values, torch.ones(2, 3, 4, dtype=torch.bool))
+    raises("at least 1 per head, got 0", empty, 0)
+    raises("keys must have shape", empty(4, heads=2).add, keys, values)
+    raises("mask must have shape", empty(4).add, keys, values, torch.ones(2, 3, 4, dtype=torch.bool))
 
 
 @given(seed=st.integers(0, 2**31), num=st.integers(1, 9))

@@ -21,6 +21,7 @@ from fastkv.kernels._attention import _home, _page
 from fastkv.ops.operator import flat
 from fastkv.reference import FORMATS, LayerState, Spec
 
+from .models import raises
 from .pairwise import covering
 from .states import BACKENDS, assert_same, copied, in_pages
 from .test_ops import CASES, flattened
@@ -213,11 +214,9 @@ def test_pages_that_kernels_cannot_address_are_refused():
     ):
         kept = getattr(placed.exact, name)
         setattr(placed.exact, name, tensor)
-        with pytest.raises(fastkv.FastKVError, match="must be contiguous in every page"):
-            operations.decode_step(*arguments)
+        raises("must be contiguous in every page", operations.decode_step, *arguments)
         setattr(placed.exact, name, kept)
-    with pytest.raises(fastkv.FastKVError, match="rows"):
-        operations.decode_step(*arguments[:3], placed.at(torch.tensor([1, 2, 3])), arguments[4])
+    raises("rows", operations.decode_step, *arguments[:3], placed.at(torch.tensor([1, 2, 3])), arguments[4])
 
 
 @pytest.mark.parametrize("name", ["decode_step", "evict"])

@@ -17,6 +17,7 @@ from fastkv.lab.harness import TASK_FILES
 from fastkv.lab.ruler import NOISE, SENTENCES, Request, longest, prose, scatter, string_match_all
 
 from .conftest import examples
+from .models import raises
 from .toy import placed
 
 NIAH = [task for task in ruler.TASKS if task.startswith("niah")]
@@ -228,13 +229,11 @@ def test_longest_is_what_trying_every_length_finds(sizes, room, least):
     if fitting:
         assert longest(draft, len, room, least) == draft(max(fitting))
     else:
-        with pytest.raises(FastKVError, match=f"at least {len(draft(least).prompt) + 7} tokens"):
-            longest(draft, len, room, least)
+        raises(f"at least {len(draft(least).prompt) + 7} tokens", longest, draft, len, room, least)
 
 
 def test_a_tokenizer_that_does_not_count_is_refused():
-    with pytest.raises(FastKVError, match="check the tokenizer"):
-        ruler.generate("niah_single_1", lambda text: 1, 200)
+    raises("check the tokenizer", ruler.generate, "niah_single_1", lambda text: 1, 200)
 
 
 @pytest.mark.parametrize(
@@ -247,8 +246,7 @@ def test_a_tokenizer_that_does_not_count_is_refused():
     ids=lambda value: value["task"] if isinstance(value, dict) else "",
 )
 def test_refusals(arguments, message):
-    with pytest.raises(FastKVError, match=message):
-        ruler.generate(tokenizer=by_words, length=1000, **arguments)
+    raises(message, ruler.generate, tokenizer=by_words, length=1000, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -388,5 +386,4 @@ def test_scores_of_a_group_and_of_several_lengths():
     ids=lambda value: value if isinstance(value, str) and "_" in value and " " not in value else "",
 )
 def test_tasks_refuse(task, metadata, message):
-    with pytest.raises(FastKVError, match=message):
-        harness(**{"tokenizer": by_words, **metadata}).load([f"fastkv_ruler_{task}"])
+    raises(message, harness(**{"tokenizer": by_words, **metadata}).load, [f"fastkv_ruler_{task}"])

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 import fastkv
-from fastkv import Budget, FastKVError, ops, reference
+from fastkv import Budget, ops, reference
 from fastkv.cache import CacheWorkspace
 from fastkv.cache.layer import HeldPrompt, LayerCache
 from fastkv.cache.layout import Attends, LayerPlan
 from fastkv.config import Config
 from fastkv.reference import Moments
 
+from .models import raises
 from .states import make_spec, make_state, randn
 
 B, HQ, HKV, D = 2, 6, 2, 16
@@ -174,5 +175,4 @@ def test_sinks_belong_to_the_model_and_not_to_the_state():
 
 
 def test_a_module_refuses_other_numbers_of_sinks():
-    with pytest.raises(FastKVError, match="sink_logits"):
-        fastkv.FastKVAttention(HQ, HKV, D, sink_logits=torch.zeros(HKV))
+    raises("sink_logits", fastkv.FastKVAttention, HQ, HKV, D, sink_logits=torch.zeros(HKV))

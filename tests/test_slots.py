@@ -15,7 +15,7 @@ from fastkv.cpu import slots as compiled_slots
 from fastkv.reference import FORMATS, FP8, INT4, INT8, PLAIN, rotated, step_of
 
 from .conftest import examples
-from .models import build
+from .models import build, raises
 from .pairwise import covering
 from .states import compiled_step
 from .test_policy_matrix import EVERY, small
@@ -346,8 +346,7 @@ def test_saved_and_forked_caches_go_on(slots, heads, tmp_path):
     assert torch.equal(go_on(model, loaded, tokens, mask), expected)
     assert torch.equal(go_on(model, twin, tokens, mask), expected)
     fastkv.patch(model, "snapkv", small(heads=heads), evict_every=EVERY)
-    with pytest.raises(FastKVError, match=f"was saved with slots={slots}, got slots=model"):
-        FastKVCache.load(tmp_path / "cache", model)
+    raises(f"was saved with slots={slots}, got slots=model", FastKVCache.load, tmp_path / "cache", model)
 
 
 @each_format
@@ -366,8 +365,7 @@ def test_module_is_saved_loaded_and_moved(slots, tmp_path):
     fresh.load_state_dict(layer.state_dict())
     assert fresh.state.exact.dtype == torch.bfloat16
     other = module("int8" if slots != "int8" else "fp8")
-    with pytest.raises(FastKVError, match=f"slots='{slots}' were saved, this module has slots="):
-        other.load_state_dict(layer.state_dict())
+    raises(f"slots='{slots}' were saved, this module has slots=", other.load_state_dict, layer.state_dict())
 
 
 @pytest.mark.parametrize("slots", ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8"))])

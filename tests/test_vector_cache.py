@@ -16,7 +16,7 @@ from fastkv.errors import FastKVError
 from fastkv.integrations.transformers import rotations
 from fastkv.integrations.transformers.calibrate import weights_digest
 
-from .models import build, generate, policy, prompt
+from .models import build, generate, policy, prompt, raises
 from .pairwise import FOLLOWERS, covering, named
 from .test_policy_matrix import EVERY, IN_BLOCKS, NAMES, TOKENS, check, small, two_turns
 
@@ -240,10 +240,8 @@ def test_refusals(tmp_path):
     with pytest.raises(FastKVError, match="needs them in one process, got 2; fit one map a head"):
         LayerPlan(config, parallel=Parallel(rank=1, size=2)).layout(1, torch.device("cpu"), TOKENS)
     for share in (-0.1, 1.1, "half", True):
-        with pytest.raises(FastKVError, match=r"vector: share must be in \[0, 1\]"):
-            fastkv.corrections.get("vector", share=share)
-    with pytest.raises(FastKVError, match="correction 'moments' has no option share; it has none"):
-        fastkv.corrections.get("moments", share=0.5)
+        raises(r"vector: share must be in \[0, 1\]", fastkv.corrections.get, "vector", share=share)
+    raises("correction 'moments' has no option share; it has none", fastkv.corrections.get, "moments", share=0.5)
     with pytest.raises(FastKVError, match=r"no vector\.safetensors where the model was loaded from"):
         fastkv.patch(model, "keydiff", small(), correction="vector")
     with pytest.raises(FastKVError, match="is for correction='vector', got another correction"):

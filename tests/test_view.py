@@ -26,7 +26,7 @@ from fastkv.lab.view import FINE, LEVELS, TOP, Full, Reading, read_full, trace
 
 from .browser import Browser, find
 from .families import tiny
-from .models import FAMILIES, LATENT, build
+from .models import FAMILIES, LATENT, build, raises
 from .pairwise import named
 from .toy import MODEL, generate, told
 from .toy import text as toy_text
@@ -274,8 +274,7 @@ def test_layers_that_cannot_be_drawn_are_refused():
         read_full(model, Reading(torch.zeros(1, 9, dtype=torch.long), None, 2))
     shapes = [torch.zeros(1, heads, 3, 4) for heads in (2, 4)]
     layers = [types.SimpleNamespace(state=Layout((3,) * len(k[0]), corrections.NONE, 1).allocate(k, k)) for k in shapes]
-    with pytest.raises(FastKVError, match=r"equally many KV heads, got LlamaForCausalLM with \[2, 4\]"):
-        view.states_of(model, layers)
+    raises(r"equally many KV heads, got LlamaForCausalLM with \[2, 4\]", view.states_of, model, layers)
 
 
 # In a browser.
