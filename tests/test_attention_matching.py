@@ -100,8 +100,7 @@ def test_scores_are_root_mean_squares_of_attention(softcap):
 
 def read(policy, length=50, heads="uniform", slots="model", **options):
     """The cache of a model that has read a prompt."""
-    model = build(head_dim=32)
-    ids, mask = prompt(2, length, (0, 7))
+    model, (ids, mask) = build(head_dim=32), prompt(2, length, (0, 7))
     fastkv.patch(model, policy, small(heads=heads), evict_every=EVERY, slots=slots, **options)
     return model(ids, attention_mask=mask).past_key_values
 

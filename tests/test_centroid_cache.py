@@ -70,8 +70,7 @@ def test_the_evicted_mass_of_a_block_reaches_what_is_observed(monkeypatch, recor
 
 
 def test_files_of_something_else_are_refused(tmp_path):
-    model = fastkv.patch(build(), "fastkv", small(), evict_every=EVERY)
-    ids, _ = prompt(2, 50, (0, 0))
+    model, (ids, _) = fastkv.patch(build(), "fastkv", small(), evict_every=EVERY), prompt(2, 50, (0, 0))
     model(ids).past_key_values.save(tmp_path / "cache")
     content = (tmp_path / "cache").read_bytes()
 

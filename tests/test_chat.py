@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import fastkv
-from fastkv import FastKVCache, FastKVError
+from fastkv import FastKVCache
 from fastkv.lab import chat
 
+from .models import raises
 from .processes import ROOT
 from .toy import MODEL_DIR, load
 
@@ -126,9 +127,8 @@ def test_an_answer_can_be_ended(conversation):
     "words, message", [("/save", "needs a file"), ("/what", "no command /what"), ("/load /no", "/no")]
 )
 def test_a_wrong_command_is_one_sentence(conversation, words, message):
-    with pytest.raises(FastKVError, match=message) as refused:
-        chat.commanded(conversation, words)
-    assert "\n" not in str(refused.value) and isinstance(conversation.cache, FastKVCache)
+    raises(message, chat.commanded, conversation, words)
+    assert isinstance(conversation.cache, FastKVCache)
 
 
 def test_in_a_terminal(tmp_path):

@@ -132,8 +132,7 @@ def defaults():
     covering(["keydiff", "momentkv", "fastkv", "compactor", "h2o"], [torch.float64, torch.bfloat16], together=1),
 )
 def test_the_default_dtype_does_not_matter(policy, dtype, defaults):
-    ids, mask = prompt()
-    model = fastkv.patch(build("llama"), policy, small(), evict_every=4, prefill_block=16)
+    (ids, mask), model = prompt(), fastkv.patch(build("llama"), policy, small(), evict_every=4, prefill_block=16)
     want = generate(model, ids, mask, new=15)
     defaults(dtype, None)
     assert operations.serves(torch.ones(1, 8, dtype=torch.float32), 8, None)

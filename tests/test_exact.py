@@ -19,8 +19,7 @@ kinds_and_blocks = pytest.mark.parametrize("kind,block", covering(COMBINATIONS, 
 @kinds_and_blocks
 def test_budget_beyond_the_prompt_changes_nothing(kind, block):
     name, base = kind
-    model = build(name, base)
-    ids, mask = prompt()
+    model, (ids, mask) = build(name, base), prompt()
     real = mask.bool()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     padded = model(ids, attention_mask=mask, position_ids=positions).logits
@@ -43,8 +42,7 @@ def test_budget_beyond_the_prompt_changes_nothing(kind, block):
 
 @pytest.mark.parametrize("rows", [1, 15])
 def test_blocks_keep_only_the_rows_that_logits_need(rows):
-    model = build()
-    ids, _ = prompt()
+    model, (ids, _) = build(), prompt()
     expected = model(ids[:1], logits_to_keep=rows).logits
     fastkv.patch(model, budget=500, prefill_block=13)
     torch.testing.assert_close(model(ids[:1], logits_to_keep=rows).logits, expected, atol=1e-4, rtol=0)
@@ -130,8 +128,7 @@ class Watch:
 @kinds_and_blocks
 def test_bound_and_conservation(kind, block):
     name, base = kind
-    model = build(name, base)
-    ids, mask = prompt()
+    model, (ids, mask) = build(name, base), prompt()
     fastkv.patch(model, "momentkv", budget=small(), prefill_block=block, evict_every=EVERY)
     watch = Watch(model)
     out = generate(model, ids, mask, new=30, return_dict_in_generate=True)
@@ -153,8 +150,7 @@ def test_bound_and_conservation(kind, block):
 
 
 def test_keep_share_counts_the_whole_prompt_in_both_modes():
-    model = build()
-    ids, _ = prompt(1, 50, (0,))
+    model, (ids, _) = build(), prompt(1, 50, (0,))
     for block in (None, 13):
         fastkv.patch(model, "momentkv", budget=fastkv.Budget(keep=0.5, sinks=2, recent=4), prefill_block=block)
         cache = model(ids).past_key_values
@@ -162,8 +158,7 @@ def test_keep_share_counts_the_whole_prompt_in_both_modes():
 
 
 def test_layer_shares_are_what_they_say():
-    model = build()
-    ids, _ = prompt(1, 50, (0,))
+    model, (ids, _) = build(), prompt(1, 50, (0,))
     fastkv.patch(model, "momentkv", budget=small(layers="pyramid"))
     cache = model(ids).past_key_values
     stored = [int(cache.stored(layer)[0, 0]) for layer in range(4)]

@@ -111,7 +111,7 @@ def _cost(curve, steps):
     return curve[min(steps, len(curve) - 1)] if steps < len(curve) else float("inf")
 
 
-def test_a_curve_is_what_a_head_loses_by_keeping_only_its_best_tokens():
+def test_a_curve_is_what_a_head_loses_by_keeping_only_its_best_tokens(monkeypatch):
     """Against attention itself over the tokens that are kept, in float64."""
     model = build("llama", dtype=torch.float64).double()
     ids = torch.randint(3, 90, (1, 96), generator=torch.Generator().manual_seed(3))
@@ -124,11 +124,8 @@ def test_a_curve_is_what_a_head_loses_by_keeping_only_its_best_tokens():
         if loss == 0:
             seen[self.cache.layer] = (self, gradient, self.curves - before)
 
-    calibrate.Watched.add = watched
-    try:
-        calibrate.curves(model, ids, 0, lambda tokens: None, ids)
-    finally:
-        calibrate.Watched.add = add
+    monkeypatch.setattr(calibrate.Watched, "add", watched)
+    calibrate.curves(model, ids, 0, lambda tokens: None, ids)
     assert sorted(seen) == [0, 1, 2, 3]
     held, gradient, curves = seen[2]
     weights, values = held.weights.double(), held.held[2][0].double()
@@ -389,18 +386,10 @@ def test_a_policy_that_fixes_heads_takes_no_shares(own, tmp_path):
 
 # Caches.
 
-SETTINGS = {
-    "whole": {},
-    "blocks": {"prefill_block": 16},
-    "int8": {"slots": "int8"},
-    "int4": {"slots": "int4"},
-    "moments": {"correction": "moments"},
-    "centroids": {"correction": "centroids"},
-    "reference": {"backend": "reference"},
-    "triton": {"backend": "triton"},
-    "fastkv": {"policy": "fastkv"},
-    "kvzip": {"policy": "kvzip"},
-}
+KINDS = {"correction": ("moments", "centroids"), "backend": ("reference", "triton"), "policy": ("fastkv", "kvzip")}
+KINDS |= {"slots": ("int8", "int4")}
+SETTINGS = {name: {kind: name} for kind, names in KINDS.items() for name in names}
+SETTINGS |= {"whole": {}, "blocks": {"prefill_block": 16}}
 
 
 def patched(model, shares, tokens=20, **settings):
@@ -444,8 +433,7 @@ def test_heads_hold_what_they_are_dealt_and_memory_stays(setting):
 
 @pytest.mark.parametrize("policy, block", [("fastkv", None), ("keydiff", 16), ("momentkv", 16)])
 def test_a_budget_as_large_as_the_text_changes_no_token(policy, block):
-    model = build("llama")
-    ids, mask = prompt()
+    model, (ids, mask) = build("llama"), prompt()
     want = generate(model, ids, mask, new=20)
     patched(model, shares_of(model), tokens=80, policy=policy, prefill_block=block)
     assert torch.equal(generate(model, ids, mask, new=20), want)

@@ -79,24 +79,13 @@ def test_it_compares_keeps_and_resumes(question, tmp_path, monkeypatch, toy_need
         (["--policies", "nonsense"], "unknown policy 'nonsense'"),
         (["--budgets", "8"], "smaller than sinks"),
         (["--model", str(MODEL_DIR.parent)], "cannot load a model"),
+        (["--lengths", "600", "--budgets", "64", "--policies", "momentkv"], "leaves 30 tokens"),
+        (["--lengths", "600", "--correction", "some"], "correction must be one of"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_refusals_come_before_anything_slow(arguments, message, tmp_path, monkeypatch):
     monkeypatch.setattr(needles, "grid", None)
-    raises(message, asked, *QUICK, "--out", tmp_path, *arguments)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "arguments,message",
-    [
-        (["--budgets", "64", "--policies", "momentkv"], "leaves 30 tokens"),
-        (["--correction", "some"], "correction must be one of"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_cache_that_is_refused_is_refused_before_anything_slow(arguments, message, tmp_path, toy_needles):
     raises(message, asked, *QUICK, "--out", tmp_path, *arguments)
     assert not list(tmp_path.iterdir())
 

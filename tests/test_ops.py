@@ -383,8 +383,7 @@ def test_decode_attention_backends_agree(order, softcap):
     [("fastkv", None), *(named(name, block, slow=True) for name, block in (("momentkv", 16), ("snapkv", None)))],
 )
 def test_a_model_decodes_the_same_tokens_on_every_backend(policy, block):
-    model = build(num_hidden_layers=1)
-    ids, mask = prompt(2, 36, (0, 7))
+    model, (ids, mask) = build(num_hidden_layers=1), prompt(2, 36, (0, 7))
     small = fastkv.Budget(tokens=20, sinks=2, recent=4)
     runs = []
     for backend in BACKENDS:

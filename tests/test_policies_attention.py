@@ -45,20 +45,11 @@ def make(num=13, seed=0, **changes):
     order[0, 0] = torch.arange(num)
     attention, memory = randn(2, B, HEADS, num, seed=seed + 3).softmax(-1)
     made = make_signals(
-        keys=keys[:, :, :num],
-        values=values[:, :, :num],
-        positions=order.int(),
-        valid=torch.ones(B, HEADS, num, dtype=torch.bool),
+        SCALE, keys=keys[:, :, :num], values=values[:, :, :num], positions=order.int(),
+        valid=torch.ones(B, HEADS, num, dtype=torch.bool), tokens=6, attention=attention, memory=memory,
         moments=Moments.empty(B, HEADS, DIM, DIM, dtype=F64).add(keys[:, :, num:], values[:, :, num:]),
-        scale=SCALE,
-        layer=0,
-        decoding=False,
-        tokens=6,
-        attention=attention,
-        queried=torch.full((B, 1, 1), 7.0),
-        output=randn(HIDDEN, HEADS * GROUP, DIM, seed=seed + 4),
-        memory=memory,
-    )
+        queried=torch.full((B, 1, 1), 7.0), output=randn(HIDDEN, HEADS * GROUP, DIM, seed=seed + 4),
+    )  # fmt: skip
     return changed(made, **changes)
 
 

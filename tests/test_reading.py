@@ -46,16 +46,10 @@ def test_compressed_is_what_the_model_makes(model, reading, policy):
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"slots": "int8"},
-        {"slots": "fp8"},
-        {"correction": "moments"},
-        {"correction": "centroids"},
-        {"backend": "reference"},
-        {"budget": Budget(keep=0.4, heads="adaptive")},
-    ],
+    [{"slots": "int8"}, {"slots": "fp8"}, {"correction": "moments"}, {"correction": "centroids"},
+     {"backend": "reference"}, {"budget": Budget(keep=0.4, heads="adaptive")}],
     ids=str,
-)
+)  # fmt: skip
 def test_settings_of_patch(model, reading, settings):
     cache = reading.compressed("keydiff", **{"budget": 64, **settings})
     other = FastKVCache(model)
