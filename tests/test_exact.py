@@ -50,15 +50,11 @@ def test_blocks_keep_only_the_rows_that_logits_need(rows):
 
 def snapshot(model):
     """Everything patch may touch, by identity."""
-    return {
-        module_name: (
-            set(module.__dict__),
-            id(getattr(module, "config", None)),
-            list(module._forward_pre_hooks),
-            list(module._forward_hooks),
-        )
-        for module_name, module in model.named_modules()
-    }
+
+    def touched(one):
+        return set(vars(one)), id(getattr(one, "config", None)), [*one._forward_pre_hooks], [*one._forward_hooks]
+
+    return {name: touched(module) for name, module in model.named_modules()}
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

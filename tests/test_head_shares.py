@@ -210,8 +210,7 @@ def test_other_families(name):
     shares = calibrate_heads(model, text=TEXT)
     fastkv.patch(model, "keydiff", Budget(tokens=24, sinks=2, recent=4, heads=shares), evict_every=4)
     ids, mask = prompt()
-    cache = FastKVCache(model)
-    model(ids, attention_mask=mask, past_key_values=cache)
+    cache = model(ids, attention_mask=mask).past_key_values
     stored = torch.cat([cache.stored(layer.cache.layer)[0] for layer in cache.compressed])
     assert len(stored) == sum(shares.heads) and int(stored.sum()) == 24 * len(stored)
 
@@ -445,8 +444,7 @@ def test_heads_are_dealt_anew_as_a_text_grows():
     shares = shares_of(model)
     patched(model, shares, backend="reference")  # it reads nothing beyond a slab
     ids, _ = prompt(batch=1, length=200, pads=(0,))
-    cache = FastKVCache(model)
-    model(ids[:, :12], past_key_values=cache)
+    cache = model(ids[:, :12]).past_key_values
     assert (kept(cache) == 12).all()
     model(ids[:, 12:80], past_key_values=cache)
     assert torch.equal(kept(cache)[0].long(), torch.tensor(shares.tokens_of(20, 80, 6)).flatten())
@@ -478,8 +476,7 @@ def test_a_layer_that_keeps_all_of_a_growing_text_gets_slots_for_it():
     equal = torch.ones(len(KEEPS), LAYERS, HEADS, dtype=torch.float16)
     patched(model, replace(shares_of(model), table=equal), policy="pyramidkv", tokens=40, backend="reference")
     ids, _ = prompt(batch=1, length=80, pads=(0,))
-    cache = FastKVCache(model)
-    model(ids[:, :60], past_key_values=cache)
+    cache = model(ids[:, :60]).past_key_values
     model(ids[:, 60:70], past_key_values=cache)
     for place in range(70, 73):
         model(ids[:, place : place + 1], past_key_values=cache)
@@ -510,8 +507,7 @@ def test_vector_shares_keys_as_pairs():
     model = build("llama")
     shares = shares_of(model)
     patched(model, shares, correction="vector", vector=mapping(model), tokens=24)
-    cache = FastKVCache(model)
-    model(prompt(batch=1, length=80, pads=(0,))[0], past_key_values=cache)
+    cache = model(prompt(batch=1, length=80, pads=(0,))[0]).past_key_values
     dealt = shares.tokens_of(24, 80, 6)
     for layer, want in zip(cache.compressed, dealt):
         layout = layer.cache.rule.layout

@@ -212,8 +212,7 @@ def test_a_row_of_nan_touches_nobody(name, mode, tmp_path):
     row may be: sums over other widths differ in the last bit, and what is kept does not.
     """
     model = poisoned(build(), VALUES[mode])
-    if not patch(model, name, tmp_path, mode):
-        return
+    patch(model, name, tmp_path, mode)
     ids, mask = prompt()
     expected, before = clean_rows(model, ids, mask, False)
     got, after = clean_rows(model, ids, mask, True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fastkv
-from fastkv import Budget, FastKVCache, policies
+from fastkv import Budget, policies
 from fastkv.integrations.transformers.stock import CACHE
 from fastkv.lab.reading import Reading, read
 
@@ -36,25 +36,17 @@ def same(model, one, other):
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("policy", KINDS)
-def test_compressed_is_what_the_model_makes(model, reading, policy):
-    cache = reading.compressed(policy, 48)
-    other = FastKVCache(model)
-    model(reading.ids, past_key_values=other)
-    same(model, cache, other)
+SETTINGS = [{"slots": "int8"}, {"slots": "fp8"}, {"correction": "moments"}, {"correction": "centroids"}]
+SETTINGS += [{"backend": "reference"}, {"budget": Budget(keep=0.4, heads="adaptive")}]
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"slots": "int8"}, {"slots": "fp8"}, {"correction": "moments"}, {"correction": "centroids"},
-     {"backend": "reference"}, {"budget": Budget(keep=0.4, heads="adaptive")}],
+    "policy, settings",
+    [*((policy, {"budget": 48}) for policy in KINDS), *(("keydiff", {"budget": 64, **one}) for one in SETTINGS)],
     ids=str,
-)  # fmt: skip
-def test_settings_of_patch(model, reading, settings):
-    cache = reading.compressed("keydiff", **{"budget": 64, **settings})
-    other = FastKVCache(model)
-    model(reading.ids, past_key_values=other)
-    same(model, cache, other)
+)
+def test_compressed_is_what_the_model_makes(model, reading, policy, settings):
+    same(model, reading.compressed(policy, **settings), model(reading.ids).past_key_values)
 
 
 def test_logits_are_the_stock_models(model, reading):

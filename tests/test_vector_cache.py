@@ -115,8 +115,7 @@ def test_a_token_without_value_attends_with_what_the_map_makes_of_its_key(joint,
     maps = mapping(model, joint_weights() if joint else None, joint=joint)
     stock = model(ids).past_key_values
     fastkv.patch(model, "keydiff", small(), correction="vector", vector=maps, backend=backend, evict_every=EVERY)
-    cache = fastkv.FastKVCache(model)
-    model(ids, past_key_values=cache)
+    cache = model(ids).past_key_values
     token = torch.tensor([[5], [9]])
     kept = DynamicCache()
     for index, layer in enumerate(cache.layers):
