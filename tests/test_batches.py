@@ -112,9 +112,8 @@ def test_a_row_of_a_batch_is_the_row_alone(name, mode, side, tmp_path):
 @pytest.mark.parametrize("mode", ["whole", "adaptive"])
 def test_rows_that_end_early(mode, tmp_path):
     """Rows that reach the end token are filled up with padding; the others go on as they would alone."""
-    model = build()
+    model, (ids, mask) = build(), prompt()
     patch(model, "momentkv", tmp_path, mode)
-    ids, mask = prompt()
     options = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
     free = model.generate(ids, attention_mask=mask, **options, eos_token_id=None)[:, 50:]
     end = int(free[1, 4])  # the second row ends here at the latest
@@ -133,9 +132,8 @@ def test_rows_that_end_early(mode, tmp_path):
 )
 def test_beams_of_a_batch_are_the_beams_of_each_row(name, mode, tmp_path):
     """With evictions and reordering in between; each row's best two of three beams, in order."""
-    model = build()
+    model, (ids, mask) = build(), prompt()
     patch(model, name, tmp_path, mode)
-    ids, mask = prompt()
     options = {"num_beams": 3, "num_return_sequences": 2, "new": 12}
     together = generate(model, ids, mask, **options)[:, -12:].view(3, 2, 12)
     for row, pad in enumerate((0, 7, 19)):
@@ -221,9 +219,8 @@ def test_generate_never_looks_for_padding_in_its_own_steps(static, monkeypatch):
     monkeypatch.setattr(
         fastkv.integrations.transformers.forward, "ends_in_padding", lambda mask: looked.append(mask) or stock(mask)
     )
-    model = build()
+    model, (ids, mask) = build(), prompt(3, 30, (0, 3, 9))
     fastkv.patch(model, "keydiff", fastkv.Budget(tokens=20, sinks=2, recent=3), static=static)
-    ids, mask = prompt(3, 30, (0, 3, 9))
     out = generate(model, ids, mask, new=8, return_dict_in_generate=True)
     assert not looked
     wider = torch.cat([mask, mask.new_ones(3, 8)], 1)

@@ -175,14 +175,9 @@ def test_file_round_trip_and_merge(tmp_path):
 def damaged(**changes):
     """Text of a good file with some entries replaced; None removes one."""
     entry = {"alpha": 1.0, "beta": 2.0, "triples": 3, "residual": 0.1}
-    content = {
-        "format": fits.FORMAT,
-        "version": fits.VERSION,
-        "fingerprint": fingerprint(CONFIG),
-        "model": "m",
-        "curves": {"snapkv": {name: value for name, value in {**entry, **changes.pop("entry", {})}.items()}},
-        **changes,
-    }
+    curves = {"snapkv": entry | changes.pop("entry", {})}
+    content = {"format": fits.FORMAT, "version": fits.VERSION, "fingerprint": fingerprint(CONFIG), "model": "m"}
+    content |= {"curves": curves, **changes}
     return json.dumps({name: value for name, value in content.items() if value is not None})
 
 

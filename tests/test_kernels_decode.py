@@ -25,20 +25,13 @@ from perf.micro.states import filled
 from . import states
 from .models import raises
 from .pairwise import covering
-from .states import PER_SM, Workspace, assert_same, copied, launched, make_spec, make_state, num_programs
+from .states import PER_SM, Workspace, assert_same, copied, cycled, launched, make_spec, make_state, num_programs
 
 SLACK = {torch.float32: 1e-6, torch.float16: 2e-4, torch.bfloat16: 8e-3}
 DTYPES = list(SLACK)
 SCALE = 0.17
 NAN = float("nan")
-
-
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
-
-
-def cycled(numbers, batch, heads):
-    """One of the numbers per (sequence, head)."""
-    return torch.tensor([numbers[i % len(numbers)] for i in range(batch * heads)]).view(batch, heads)
 
 
 @dataclass

@@ -23,7 +23,7 @@ from fastkv.reference import Centroids, LayerState, Moments
 from .conftest import examples
 from .models import raises
 from .pairwise import covering
-from .states import Workspace, copied, make_spec, make_state, uninitialised_is_nan
+from .states import Workspace, copied, cycled, make_spec, make_state, uninitialised_is_nan
 
 NAN = float("nan")
 
@@ -47,10 +47,7 @@ class Case:
         def normal(*shape):
             return torch.randn(*shape, generator=source)
 
-        def cycled(numbers):
-            return torch.tensor([numbers[i % len(numbers)] for i in range(batch * heads)]).view(batch, heads)
-
-        held, gone = cycled(lengths), cycled(evicted)
+        held, gone = cycled(lengths, batch, heads), cycled(evicted, batch, heads)
         used = torch.arange(slots) < held[..., None]
         most = max(max(evicted), 1)
         inside = torch.arange(most) < gone[..., None]

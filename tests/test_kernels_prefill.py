@@ -17,8 +17,6 @@ from .states import copied, make_spec, make_state, sinks
 # The interpreter truncates fp32 to bf16 where the GPU rounds: weights and outputs lose up to one unit in the last
 # place.
 ATOL = {torch.float32: 2e-6, torch.float16: 2e-4, torch.bfloat16: 1.6e-2}
-
-
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 

@@ -18,8 +18,6 @@ from .states import copied, encoded, in_pages, make_spec, make_state
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NAN = float("nan")
-
-
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 

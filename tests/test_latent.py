@@ -32,8 +32,6 @@ def logits(model, ids, mask, **options):
 
 
 POLICIES = ["momentkv", "keydiff", "compactor", "h2o", "tova", "kvzip", "fastkv"]
-
-
 CORRECTIONS = ["none", "mean", "moments", "centroids"]
 # The scores of MomentKV need its moments.
 PAIRS = covering(

@@ -155,11 +155,10 @@ def sharpen(model, factor):
 )
 def test_models_in_every_dtype(name, sharp, dtype):
     """A wide budget changes no bit of the prompt; a small one stays finite, counts every token and repeats itself."""
-    model = build(name)
+    model, (ids, mask) = build(name), prompt()
     if sharp:
         sharpen(model, FACTORS[name])
     model = model.to(dtype)
-    ids, mask = prompt()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     expected = model(ids, attention_mask=mask, position_ids=positions).logits
     with fastkv.patched(model, budget=100):
