@@ -133,8 +133,7 @@ def test_static_changes_no_token(name, base, block):
         more = torch.cat([more, torch.ones(3, 9, dtype=torch.long)], 1)[[2, 0]]
         third = generate(model, second[[2, 0]], more, new=7, past_key_values=cache)
         found.append((second, third, generate(model, ids, mask, new=8, num_beams=2)))
-    for plain, fixed in zip(*found):
-        assert torch.equal(plain, fixed)
+    assert all(map(torch.equal, *found))
 
 
 def test_saving_leaves_a_padded_ring_as_it_is(tmp_path):

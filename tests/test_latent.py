@@ -102,8 +102,7 @@ def test_absorption_is_the_same_attention():
     key, value = modules.unexpanded(module, *drawn)
     out = (modules.absorbed(module, query) @ key.mT).softmax(-1) @ value
     torch.testing.assert_close(modules.lifted(module, out), wanted, atol=1e-12, rtol=0)
-    for found, expected in zip(modules.expanded(module, key, value), (keys, values)):
-        assert torch.equal(found, expected)
+    assert all(map(torch.equal, modules.expanded(module, key, value), (keys, values)))
 
 
 @pytest.mark.parametrize("correction", ["none", "moments", "centroids"])
@@ -129,8 +128,7 @@ def test_slots_of_latents_attend_and_evict_as_slots_of_pairs(correction):
         again = ops.prefill_attention(block, block[:, :1], block[:, :1, :, :7], real, state, spec)
         held = [state.exact[name][:, :, :6] for name in ("keys", "values", "positions")]
         results.append([*out, *again, *held, state.moments.key_mean, state.moments.cross])
-    for one, other in zip(*results):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*results)
 
 
 def refused(model, match, *args, **options):

@@ -27,10 +27,8 @@ def empty(num, heads=3):
 def test_as_many_centroids_as_tokens_are_exact(softcap):
     keys, values = pairs(13)
     state = empty(16).add(keys[:, :, :5], values[:, :, :5]).add(keys[:, :, 5:], values[:, :, 5:])
-    for got, expected in zip(
-        centroid_estimate(queries(), state, 0.3, softcap), true_attention(queries(), keys, values, 0.3, softcap)
-    ):
-        torch.testing.assert_close(got, expected)
+    want = true_attention(queries(), keys, values, 0.3, softcap)
+    torch.testing.assert_close(centroid_estimate(queries(), state, 0.3, softcap), want)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -42,8 +40,8 @@ def test_one_centroid_is_the_mean(softcap):
     slope = 1 if softcap is None else 1 - torch.tanh(logit / softcap) ** 2
     sigma = (keys - keys.mean(2, keepdim=True)).square().mean((2, 3)).sqrt().repeat_interleave(2, 1)[..., None]
     mass = mass + (0.3 * slope * queries().norm(dim=-1) * sigma).cosh().log()
-    for one, other in zip(centroid_estimate(queries(), empty(1).add(keys, values), 0.3, softcap), (value, mass)):
-        torch.testing.assert_close(one, other)
+    found = centroid_estimate(queries(), empty(1).add(keys, values), 0.3, softcap)
+    torch.testing.assert_close(found, (value, mass))
 
 
 def symmetric(num, seed, axis):
@@ -140,8 +138,7 @@ def test_neither_padding_nor_neighbours_change_a_bit(sizes, pad, seed):
             torch.cat([rows, torch.full((1, 1, pad, rows.shape[-1]), float("nan"), dtype=F64)], 2) for rows in (k, v)
         )
         wide = wide.add(*full, (torch.arange(k.shape[2] + pad) < k.shape[2])[None, None])
-    for one, other in zip(tight.tensors(), wide.tensors()):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(tight.tensors(), wide.tensors(), rtol=1e-10, atol=1e-10)
 
 
 def test_wrong_arguments_are_refused():
@@ -162,8 +159,7 @@ def test_rounding_to_bfloat16_takes_a_neighbour(seed, num):
         assert ((found.double() - exact.double()).abs() < 2.0**-7 * exact.abs().double()).all()
     assert torch.equal(wide.count, narrow.count) and torch.equal(wide.spread, narrow.spread)
     again = Centroids(narrow.count + 1, narrow.keys.float(), narrow.values.float(), narrow.spread)
-    for one, other in zip(again.rounded(torch.bfloat16).tensors()[1:3], narrow.tensors()[1:3]):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, again.rounded(torch.bfloat16).tensors()[1:3], narrow.tensors()[1:3]))
 
 
 @pytest.mark.parametrize(
