@@ -390,9 +390,8 @@ class Operations(RuleBasedStateMachine):
                     known = [p + 1 if p < row.seen - expected.steps else 0 for p in held]
                     assert exact.memory[b, h, used].tolist() == known
                 for part, stored in enumerate((keys, values)):
-                    assert torch.equal(
-                        stored, torch.stack([stored[:0].sum(0), *(row.kept[h][p][part] for p in held)])[1:]
-                    )
+                    own = [row.kept[h][p][part] for p in held]
+                    assert torch.equal(stored, torch.stack([stored[:0].sum(0), *own])[1:])
                 assert int(moments.count[b, h]) == len(row.gone[h])
                 if order is None or not row.gone[h]:
                     continue

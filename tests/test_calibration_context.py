@@ -244,9 +244,8 @@ def test_triples_of_the_bundled_model(bundled):
     options = {"keeps": keeps, "lengths": (512,), "samples": 1, "write": calibration_text}
     triples = make_triples(model, tokenizer, "keydiff", progress=lambda: texts.append(1), **options)
     ids = tokenizer(calibration_text(tokenizer, 512, -1).context, return_tensors="pt").input_ids
-    assert len(texts) == 1 and [one.keep for one in triples] == [
-        math.ceil(r * ids.numel()) / ids.numel() for r in keeps
-    ]
+    assert len(texts) == 1
+    assert [one.keep for one in triples] == [math.ceil(r * ids.numel()) / ids.numel() for r in keeps]
     assert [triple.nll for triple in triples] == pytest.approx([float(model(ids, labels=ids).loss)] * 3, abs=1e-5)
     assert triples[0].quality < triples[2].quality == pytest.approx(1.0, abs=1e-3)
     assert not any("_fastkv_config" in vars(module) for module in model.modules()), "the model is stock again"

@@ -144,9 +144,7 @@ def test_reading_prefers_centroids():
 def test_centroids_in_another_share_of_the_bytes():
     """An eighth holds twice as many as a sixteenth; what cannot be a share is refused."""
     shape = Shape(HKV, D, DV, 4)
-    numbers = [
-        corrections.get("centroids", share=share).empty(1, shape, 1024, torch.device("cpu")).num for share in (16, 8)
-    ]
-    assert numbers[1] in (2 * numbers[0], 2 * numbers[0] + 1)
+    found = [corrections.get("centroids", share=one).empty(1, shape, 1024, torch.device("cpu")).num for one in (16, 8)]
+    assert found[1] in (2 * found[0], 2 * found[0] + 1)
     for share in (0, 0.5, True, -8):
         raises("share must be a whole number", corrections.get, "centroids", share=share)

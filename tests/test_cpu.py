@@ -91,9 +91,7 @@ def test_a_step(slab, problem, dtype, watched, parts, append):
         mine, theirs = (in_slab(one, (problem.lengths + 1).tolist()) for one in (mine, theirs))
     spec, limit = problem.spec(parts), LIMIT[dtype]
     out, *lses = cpu.decode_step(q, *new, mine, spec)
-    want, *want_lses = reference.decode_step(
-        q.double(), *(one.double() if append else None for one in new), theirs, spec
-    )
+    want, *want_lses = reference.decode_step(q.double(), *(t.double() if append else None for t in new), theirs, spec)
     assert out.dtype == dtype and out.shape == q.shape
     largest = max(1.0, theirs.exact.values.abs().max().item(), want.abs().max().item())
     assert (out.double() - want).abs().max() <= (limit + 2e-6) * largest

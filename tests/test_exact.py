@@ -112,9 +112,8 @@ class Watch:
         state = layer.state
         assert {rows.shape[2] for rows in state.exact.moving().values()} == {TOKENS + EVERY}
         assert int(state.exact.lengths.max()) <= state.exact.filled <= TOKENS + EVERY
-        assert torch.equal(
-            state.exact.lengths + state.moments.count, state.seen[:, None].expand_as(state.exact.lengths)
-        )
+        total = state.exact.lengths + state.moments.count
+        assert torch.equal(total, state.seen[:, None].expand_as(total))
         address = self.addresses.setdefault(module.layer_idx, state.exact.keys.data_ptr())
         assert state.exact.keys.data_ptr() == address, "slots are allocated once"
         self.checks += 1

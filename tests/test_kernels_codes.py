@@ -96,9 +96,7 @@ def every_size(slots):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize(
-    "slots, dim", [("int8", 1024), ("fp8", 1024), *(("int4", dim) for dim in (32, 96, 128, 256, 512))]
-)
+@pytest.mark.parametrize("slots, dim", [("int8", 1024), ("fp8", 1024), *(("int4", n) for n in (32, 96, 128, 256, 512))])
 def test_codes_are_those_of_the_reference(slots, dim):
     rows, form = every_size(slots)[:, :dim], FORMATS[slots]
     want, scales = form.encode(rows)

@@ -138,9 +138,8 @@ def ahead(batch=2, heads=2, groups=2, num=45, dim=64, dtype=torch.float32, kind=
     positions = valid.cumsum(-1).int() - 1
     given = {"positions": positions, "valid": valid, "rotary": rotary(dim, turned), "horizon": 70, "sinks": 2}
     asked = valid[:, :1, -asking:] & (positions[:, :1, -asking:] >= 2)
-    mean, covariance, count = expected_attention.queries_ahead(
-        hide(queries, asked.expand(-1, heads * groups, -1)), **given
-    )
+    known = hide(queries, asked.expand(-1, heads * groups, -1))
+    mean, covariance, count = expected_attention.queries_ahead(known, **given)
     assert torch.equal(count, asked.sum(-1, keepdim=True))
     close(mean, lambda to: reference.queries_ahead(queries.to(to), **given)[0], 3e-6)
     close(covariance, lambda to: reference.queries_ahead(queries.to(to), **given)[1], 3e-6)

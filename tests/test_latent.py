@@ -34,9 +34,7 @@ def logits(model, ids, mask, **options):
 POLICIES = ["momentkv", "keydiff", "compactor", "h2o", "tova", "kvzip", "fastkv"]
 CORRECTIONS = ["none", "mean", "moments", "centroids"]
 # The scores of MomentKV need its moments.
-PAIRS = covering(
-    POLICIES, CORRECTIONS, together=1, where=lambda name, correction: name != "momentkv" or correction == "moments"
-)
+PAIRS = covering(POLICIES, CORRECTIONS, together=1, where=lambda name, one: name != "momentkv" or one == "moments")
 
 
 @pytest.mark.parametrize("name,correction", PAIRS)
@@ -139,9 +137,8 @@ def refused(model, match, *args, **options):
 
 def test_settings_that_need_keys_and_values_of_heads_are_refused():
     model = build("deepseek_v3")
-    refused(
-        model, "read values from slots of their own, not out of latents .* use backend='reference'", backend="triton"
-    )
+    said = "read values from slots of their own, not out of latents .* use backend='reference'"
+    refused(model, said, backend="triton")
     refused(model, "'vector' recovers values from keys, .* caches latents", "keydiff", correction="vector")
     refused(model, "'criticalkv' reads values .* would have to expand", "criticalkv")
     with pytest.raises(FastKVError, match=r"not out of latents .* use backend='reference'"):

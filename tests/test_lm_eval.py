@@ -160,9 +160,7 @@ def test_prefix_drops_the_beginning_of_what_is_too_long(stock, compressed, monke
     for lm in (stock, compressed):
         monkeypatch.setattr(lm, "_max_length", 80)
     compressed.set_cache("momentkv", LARGE)
-    assert_same(
-        compressed.loglikelihood(requests(), disable_tqdm=True), stock.loglikelihood(requests(), disable_tqdm=True)
-    )
+    assert_same(*(lm.loglikelihood(requests(), disable_tqdm=True) for lm in (compressed, stock)))
 
 
 def test_a_question_comes_later_where_the_task_says_what_it_is(compressed, stock):

@@ -150,9 +150,7 @@ def sharpen(model, factor):
         weight.copy_((weight + 1) * factor - 1 if "gemma" in model.config.model_type else weight * factor)
 
 
-@pytest.mark.parametrize(
-    "name, sharp, dtype", covering(["llama", "qwen3", "gemma3"], [False, True], DTYPES, together=1)
-)
+@pytest.mark.parametrize("name,sharp,dtype", covering(["llama", "qwen3", "gemma3"], [False, True], DTYPES, together=1))
 def test_models_in_every_dtype(name, sharp, dtype):
     """A wide budget changes no bit of the prompt; a small one stays finite, counts every token and repeats itself."""
     model, (ids, mask) = build(name), prompt()

@@ -212,9 +212,7 @@ CASES = {  # the name of the operator, and what is special about the case
     "evict": lambda b: shrink(layer(), b, randn(B, HKV, C)),
     "evict what is chosen": lambda b: shrink(layer(), b, randn(B, HKV, C), True),
     "evict from unequal heads": lambda b: shrink(layer(ragged=True), b, randn(B, HKV, 9)),
-    "select": lambda b: case(
-        randn(B, HKV, C), *candidates(), torch.zeros(B, HKV, C, dtype=torch.bool), 4, backend=b
-    ),
+    "select": lambda b: case(randn(B, HKV, C), *candidates(), torch.zeros(B, HKV, C, dtype=torch.bool), 4, backend=b),
     "keydiff_scores": lambda b: case(randn(B, HKV, C, D), mask=candidates()[1], backend=b),
     "keydiff_scores before the rotary embedding": lambda b: case(
         randn(B, HKV, C, D), mask=candidates()[1], positions=candidates()[0], rotary=Rotary(torch.ones(2), 1.2),
@@ -237,9 +235,7 @@ CASES = {  # the name of the operator, and what is special about the case
         randn(B, HKV * G, T, D), randn(B, HKV, C, D), 0.3, valid=candidates()[1],
         asked=torch.ones(B, T, dtype=torch.bool), sink_logits=randn(HKV * G), backend=b,
     ),
-    "most_attended": lambda b: case(
-        randn(B, HKV * G, T, D), randn(B, HKV, C, D), randn(B, HKV * G, T), 0.3, backend=b
-    ),
+    "most_attended": lambda b: case(randn(B, HKV * G, T, D), randn(B, HKV, C, D), randn(B, HKV * G, T), 0.3, backend=b),
     "observed_attention": lambda b: case(
         randn(B, HKV * G, T, D), randn(B, HKV, C, D), 0.3, **QUERIES, valid=candidates()[1],
         query_valid=torch.ones(B, T, dtype=torch.bool), log_mass=randn(B, HKV * G, T), backend=b,

@@ -83,9 +83,7 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name, hyper, match", [(name, *case) for name, cases in REFUSED.items() for case in cases], ids=str
-)
+@pytest.mark.parametrize("name,hyper,match", [(name, *one) for name, some in REFUSED.items() for one in some], ids=str)
 def test_what_is_refused(name, hyper, match):
     raises(match, policies.get, name, **hyper)
 

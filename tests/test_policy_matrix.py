@@ -95,9 +95,7 @@ def test_every_correction_conserves(name, correction, tmp_path):
 
 @pytest.mark.parametrize(
     "name,block",
-    covering(
-        ADAPTIVE, [None, 16], together=1, where=lambda name, block: not block or name in IN_BLOCKS, slow=FOLLOWERS
-    ),
+    covering(ADAPTIVE, [None, 16], together=1, where=lambda name, b: not b or name in IN_BLOCKS, slow=FOLLOWERS),
 )
 def test_adaptive_heads(name, block, tmp_path):
     adaptive = two_turns(build(), policy(name, tmp_path), small(heads="adaptive"), block)

@@ -131,9 +131,7 @@ def test_models_that_cannot_be_read(tmp_path):
         raises(sentence, pretrained.load, tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    "command", ["demo", "fidelity", "needles", "inspect", "view", "bench", "eval --tasks x", "doctor"]
-)
+@pytest.mark.parametrize("command", ["eval --tasks x", *"demo fidelity needles inspect view bench doctor".split()])
 def test_every_command_refuses_an_unknown_model_in_one_sentence(command, tmp_path, capsys):
     out = [] if command in ("demo", "doctor") else ["--out", str(tmp_path / "out")]
     assert main([*command.split(), "--model", "smollm3", *out]) == 2

@@ -27,11 +27,9 @@ UNEQUAL = [400, 500, 600, 800, 1000, 1200, 1500, 2000]  # slots of eight heads
 def evicted(batch, order=1):
     """Moments of 0 to 6 tokens per head, and those tokens as [B][Hkv] lists of (key, value)."""
     keys, values = randn(batch, HEADS, 6, D), randn(batch, HEADS, 6, D)
-    inside = torch.arange(6) < torch.randint(0, 7, (batch, HEADS))[..., None]
-    gone = [
-        [list(zip(keys[b, h][inside[b, h]], values[b, h][inside[b, h]])) for h in range(HEADS)] for b in range(batch)
-    ]
-    return Moments.empty(batch, HEADS, D, D, order=order).add(keys, values, inside), gone
+    out = torch.arange(6) < torch.randint(0, 7, (batch, HEADS))[..., None]
+    gone = [[list(zip(keys[b, h][out[b, h]], values[b, h][out[b, h]])) for h in range(HEADS)] for b in range(batch)]
+    return Moments.empty(batch, HEADS, D, D, order=order).add(keys, values, out), gone
 
 
 def held_in(owned, spare):

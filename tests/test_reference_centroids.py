@@ -120,9 +120,7 @@ def test_a_round_joins_the_cheapest_pairs_of_the_two_halves(num, more, half, see
         groups = {index: [index] for index in range(num)}
         for _, one, other in sorted(offers)[:drop]:
             groups[other] += groups.pop(one)
-        expected = torch.stack(
-            [(n[members, None] * k[members]).sum(0) / n[members].sum() for members in groups.values()]
-        )
+        expected = torch.stack([(n[own, None] * k[own]).sum(0) / n[own].sum() for own in groups.values()])
         torch.testing.assert_close(merged.keys[row, head], expected)
         assert merged.count[row, head].tolist() == [float(n[members].sum()) for members in groups.values()]
 
@@ -134,9 +132,7 @@ def test_neither_padding_nor_neighbours_change_a_bit(sizes, pad, seed):
     tight = wide = Centroids.empty(1, 1, 6, 8, 6, dtype=F64)
     for k, v in zip(keys[:1, :1].split(sizes, 2), values[:1, :1].split(sizes, 2)):
         tight = tight.add(k, v)
-        full = (
-            torch.cat([rows, torch.full((1, 1, pad, rows.shape[-1]), float("nan"), dtype=F64)], 2) for rows in (k, v)
-        )
+        full = (torch.cat([rows, torch.full((1, 1, pad, rows.shape[-1]), torch.nan, dtype=F64)], 2) for rows in (k, v))
         wide = wide.add(*full, (torch.arange(k.shape[2] + pad) < k.shape[2])[None, None])
     torch.testing.assert_close(tight.tensors(), wide.tensors(), rtol=1e-10, atol=1e-10)
 

@@ -150,9 +150,7 @@ READERS = {
     "vector map": lambda path, model: VectorMap.load(path, model.config),
     "quality curve": lambda path, model: QualityCurve.load(path, model.config, "keydiff"),
     "vector argument": lambda path, model: fastkv.patch(model, "keydiff", 20, correction="vector", vector=path),
-    "calibration": lambda path, model: fastkv.patch(
-        model, "keydiff", fastkv.Budget(quality=0.9, calibration=str(path))
-    ),
+    "calibration": lambda path, model: fastkv.patch(model, "keydiff", fastkv.Budget(quality=0.9, calibration=path)),
     "pattern": lambda path, model: fastkv.policies.get("duoattention", pattern=str(path)).check([2, 2, 2, 2]),
 }
 

@@ -83,20 +83,17 @@ def test_a_block(backend):
     keys, values = torch.cat([state.exact.keys, k], 2), torch.cat([state.exact.values, v], 2)
     want, weights = truth(q, keys, values, visible, SINKS)
     torch.testing.assert_close(out, want)
-    everything = torch.cat(
-        [0.3 * q @ keys.repeat_interleave(3, 1).mT, SINKS.view(1, -1, 1, 1).expand(B, -1, num, 1)], -1
-    )
+    logits = torch.cat([0.3 * q @ keys.repeat_interleave(3, 1).mT, SINKS.view(1, -1, 1, 1).expand(B, -1, num, 1)], -1)
     seen = torch.cat([visible.repeat_interleave(3, 1), torch.ones(B, HQ, num, 1, dtype=torch.bool)], -1)
-    torch.testing.assert_close(lse, everything.masked_fill(~seen, float("-inf")).logsumexp(-1))
+    torch.testing.assert_close(lse, logits.masked_fill(~seen, float("-inf")).logsumexp(-1))
 
 
 def test_a_second_reading():
     """Two chunks over a padded prompt: attention, and the most that each of its tokens received."""
     q, keys, values = randn(B, HQ, 8, D), randn(B, HKV, 8, D, seed=1), randn(B, HKV, 8, D, seed=2)
     valid = torch.tensor([[True] * 8, [False] * 3 + [True] * 5])
-    held = HeldPrompt(
-        LayerCache(LayerPlan(Config.make("kvzip", SMALL, None, 5, "auto", "auto", None)), CacheWorkspace(5))
-    )
+    config = Config.make("kvzip", SMALL, None, 5, "auto", "auto", None)
+    held = HeldPrompt(LayerCache(LayerPlan(config), CacheWorkspace(5)))
     held.configure(Attends(0.3, sink_logits=SINKS))
     held.read(q, keys, values, valid, stock=lambda: q)
     held.expect_again()

@@ -1,6 +1,7 @@
 """VECTOR in the cache: tokens without values, at equal bytes, on top of any policy."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -228,12 +229,10 @@ def test_refusals(tmp_path):
     for share in (-0.1, 1.1, "half", True):
         raises(r"vector: share must be in \[0, 1\]", fastkv.corrections.get, "vector", share=share)
     raises("correction 'moments' has no option share; it has none", fastkv.corrections.get, "moments", share=0.5)
-    with pytest.raises(FastKVError, match=r"no vector\.safetensors where the model was loaded from"):
-        fastkv.patch(model, "keydiff", small(), correction="vector")
-    with pytest.raises(FastKVError, match="is for correction='vector', got another correction"):
-        fastkv.patch(model, "keydiff", small(), vector=mapping(model))
-    with pytest.raises(FastKVError, match="use one of them"):
-        fastkv.patch(model, "keydiff", small(heads="adaptive"), correction="vector", vector=mapping(model))
+    patch = partial(fastkv.patch, model, "keydiff")
+    raises(r"no vector\.safetensors where the model was loaded from", patch, small(), correction="vector")
+    raises("is for correction='vector', got another correction", patch, small(), vector=mapping(model))
+    raises("use one of them", patch, small(heads="adaptive"), correction="vector", vector=mapping(model))
     path = tmp_path / "map.safetensors"
     mapping(model).save(path)
     with pytest.raises(FastKVError, match="fitted to another model"):

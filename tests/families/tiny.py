@@ -211,9 +211,7 @@ def is_config(value):
 
 def is_text(name, config):
     """Whether a part of a config is the text model."""
-    return not any(
-        word in f"{name} {config.model_type}" for word in ("vision", "visual", "audio", "vq", "former", "sam")
-    )
+    return not any(one in f"{name} {config.model_type}" for one in ("vision", "visual", "audio", "vq", "former", "sam"))
 
 
 def shrunk(config, changes):
