@@ -13,14 +13,7 @@ from pathlib import Path
 from PIL import Image
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--remote-debugging-pipe",
-    "--no-first-run",
-    "--hide-scrollbars",
-)
+FLAGS = "--headless --no-sandbox --disable-gpu --remote-debugging-pipe --no-first-run --hide-scrollbars".split()
 COLOURS = 256  # of a picture: a page has few, and edges of letters
 READ, WRITE = 3, 4  # the file descriptors that Chromium listens and answers on
 CODES = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "End": 35, "Home": 36, "Tab": 9}

@@ -21,7 +21,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.patch_once()
     interpreter.remember_types()
     interpreter.skip_overflow_sums()
-gc.disable()  # until all tests have been imported
 torch.set_num_threads(1)  # pytest-xdist runs one process per core
 FULL = 100  # examples of a test that does not say how many
 settings.register_profile("full", deadline=None, derandomize=True, max_examples=FULL)

@@ -34,6 +34,12 @@ def reached(arguments):
     return total
 
 
+def kernel_modules():
+    """The modules of kernels."""
+    names = (found.name for found in pkgutil.iter_modules(fastkv.kernels.__path__))
+    return [importlib.import_module(f"fastkv.kernels.{name}") for name in names]
+
+
 class Kernel:
     """Stands for a kernel: launches leave all tensors as they are."""
 
@@ -106,8 +112,7 @@ def recorded(driver=None):
     """No kernel runs; yields the launches."""
     launches = Launches(driver)
     with pytest.MonkeyPatch.context() as patch:
-        for found in pkgutil.iter_modules(fastkv.kernels.__path__):
-            module = importlib.import_module(f"fastkv.kernels.{found.name}")
+        for module in kernel_modules():
             for name, value in vars(module).copy().items():
                 if name.endswith("_kernel"):
                     patch.setattr(module, name, Kernel(value, launches))

@@ -84,7 +84,11 @@ def compressed_layers(cache):
 
 def held(cache, layer, row):
     """For every head of a row, the sets of positions with and without a value."""
-    state = cache.layers[layer].state
+    return positions(cache.layers[layer].state, row)
+
+
+def positions(state, row):
+    """For every head of a row, the sets of positions that each tier of slots holds."""
     return [
         [set(tier["positions"][row, head, : int(tier.lengths[row, head])].tolist()) for tier in state.tiers.values()]
         for head in range(state.heads)

@@ -4,9 +4,7 @@ Storages of the CPU are copied to it before a launch, and back after it. Tests t
 compiled.
 """
 
-import importlib
 import os
-import pkgutil
 
 os.environ["TRITON_INTERPRET"] = "0"  # read when triton is imported, which the next lines do
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 import triton
 
-import fastkv.kernels
+from .launches import kernel_modules
 
 FIRST = 4  # of what a launcher is given are not arguments of the kernel
 
@@ -57,8 +55,7 @@ def launches_on_gpu():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastkv.backend.interpreted", lambda: True)  # tensors may be the CPU's
         patch.setattr(driver, "launcher_cls", carrying(driver.launcher_cls, "cuda"))
-        for found in pkgutil.iter_modules(fastkv.kernels.__path__):
-            module = importlib.import_module(f"fastkv.kernels.{found.name}")
+        for module in kernel_modules():
             if hasattr(module, "chip_of"):
                 patch.setattr(module, "chip_of", lambda device: chip)
         yield

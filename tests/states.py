@@ -77,6 +77,11 @@ def sinks(draw, num_heads, sizes=(0.0, 1.0, 1e4)):
     return made.to(draw(st.sampled_from((torch.float32, torch.bfloat16))))
 
 
+def cycled(numbers, batch, heads):
+    """One of the numbers per (sequence, head)."""
+    return torch.tensor([numbers[i % len(numbers)] for i in range(batch * heads)]).view(batch, heads)
+
+
 def copied(state, dtype=None):
     """The same numbers in memory of their own, and floating ones in `dtype`, if there is one."""
     twin = copy.deepcopy(state)

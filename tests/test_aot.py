@@ -2,15 +2,14 @@
 
 import importlib
 import inspect
-import pkgutil
 import re
 
 import pytest
 
-import fastkv.kernels
 from perf import aot
 from perf.aot import CHIPS, bare_barriers, faults, repeated, tickets
 
+from .launches import kernel_modules
 from .processes import begin, of_module, run
 
 
@@ -29,10 +28,9 @@ def compiled(tmp_path):
 def kernels():
     """Kernel functions by module."""
     found = {}
-    for module in pkgutil.iter_modules(fastkv.kernels.__path__):
-        source = inspect.getsource(importlib.import_module(f"fastkv.kernels.{module.name}"))
-        names = re.findall(r"^def _(\w+)_kernel\(", source, re.M)
-        found |= {module.name: names} if names else {}
+    for module in kernel_modules():
+        names = re.findall(r"^def _(\w+)_kernel\(", inspect.getsource(module), re.M)
+        found |= {module.__name__.rpartition(".")[2]: names} if names else {}
     return found
 
 

@@ -214,11 +214,9 @@ def test_padding_follows_the_2d_mask():
 
 @pytest.mark.parametrize("block", [None, 8])
 def test_padding_of_a_model_whose_mask_hides_nothing(block, monkeypatch):
-    ids, mask = prompt(2, 30, (0, 7))
-    model = fastkv.patch(build(), budget=SMALL, prefill_block=block)
+    (ids, mask), model = prompt(2, 30, (0, 7)), fastkv.patch(build(), budget=SMALL, prefill_block=block)
     monkeypatch.setattr("transformers.models.llama.modeling_llama.create_causal_mask", lambda **given: None)
-    cache = FastKVCache(model)
-    model(ids, attention_mask=mask, past_key_values=cache)
+    cache = model(ids, attention_mask=mask).past_key_values
     assert cache.compressed[0].state.seen.tolist() == [30, 23]
 
 

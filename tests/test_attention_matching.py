@@ -7,12 +7,11 @@ import pytest
 import torch
 
 import fastkv
-from fastkv import Budget, FastKVError
 from fastkv.corrections import Matching, Pairs
 from fastkv.policies import AttentionMatching, Reread
 from fastkv.reference import Spec
 
-from .models import build, prompt
+from .models import build, prompt, raises
 from .states import make_signals
 from .test_policy_matrix import EVERY, small
 
@@ -53,9 +52,8 @@ def test_biases_and_values_are_those_of_two_least_squares_problems(softcap, pena
     free = stay & (torch.arange(N) > 4)  # the others are no part of either side
     correction = Matching(penalty=penalty, bounds=(-3.0, high))
     match = valid & (torch.arange(N) > 4)
-    bias, after = correction.matched(
-        q, asked, Pairs(keys, values, match), Pairs(keys, values, free), Spec(SCALE, softcap)
-    )
+    both = Pairs(keys, values, match), Pairs(keys, values, free)
+    bias, after = correction.matched(q, asked, *both, Spec(SCALE, softcap))
     assert not bias[~free].any() and torch.equal(after[~free], values[~free])
     for b in range(B):
         for head in range(HKV):
@@ -100,8 +98,7 @@ def test_scores_are_root_mean_squares_of_attention(softcap):
 
 def read(policy, length=50, heads="uniform", slots="model", **options):
     """The cache of a model that has read a prompt."""
-    model = build(head_dim=32)
-    ids, mask = prompt(2, length, (0, 7))
+    model, (ids, mask) = build(head_dim=32), prompt(2, length, (0, 7))
     fastkv.patch(model, policy, small(heads=heads), evict_every=EVERY, slots=slots, **options)
     return model(ids, attention_mask=mask).past_key_values
 
@@ -124,13 +121,8 @@ def test_only_what_may_leave_gets_a_bias_and_another_value(heads, slots):
 
 
 def test_refusals():
-    model = build()
-    with pytest.raises(
-        FastKVError, match="'matching' is fitted to a second reading of the prompt, and policy 'snapkv' reads once"
-    ):
-        fastkv.patch(model, "snapkv", 64, correction="matching")
-    latent = build("deepseek_v3")
-    with pytest.raises(FastKVError, match=r"changes values, but layer 0 .* caches latents"):
-        fastkv.patch(latent, "attention-matching", Budget(tokens=20, sinks=2, recent=4))
-    with pytest.raises(FastKVError, match=r"stores keys and values apart, but layer 0 .* caches latents"):
-        fastkv.patch(latent, "keydiff", 64, slots="int8")
+    said = "'matching' is fitted to a second reading of the prompt, and policy 'snapkv' reads once"
+    raises(said, fastkv.patch, build(), "snapkv", 64, correction="matching")
+    latent, said = build("deepseek_v3"), r"stores keys and values apart, but layer 0 .* caches latents"
+    raises(said, fastkv.patch, latent, "keydiff", 64, slots="int8")
+    raises(r"changes values, but layer 0 .* caches latents", fastkv.patch, latent, "attention-matching", small())

@@ -26,7 +26,7 @@ def small(**options):
     return fastkv.Budget(tokens=TOKENS, sinks=2, recent=3, **options)
 
 
-def go_together(name, mode):
+def go_together(name, mode, *_):
     """Whether a policy can be in one of the modes below; test_refusals says how it says no."""
     chosen = POLICIES[name]
     refused = {"blocks": chosen.second_reading, "adaptive": not chosen.adaptive, "vector": name == "duoattention"}
@@ -34,17 +34,15 @@ def go_together(name, mode):
 
 
 def patch(model, name, directory, mode, **options):
-    """Patch in one of the modes below; False if policy and mode do not go together."""
+    """Patch in one of the modes below."""
     chosen = policy(name, directory, model)
-    if not go_together(name, mode):
-        return False
+    assert go_together(name, mode)
     if mode == "blocks":
         options["prefill_block"] = 16
     if mode == "vector":
         options |= {"correction": "vector+moments", "vector": mapping(model)}
     heads = "adaptive" if mode == "adaptive" else "uniform"
     fastkv.patch(model, chosen, small(heads=heads), evict_every=EVERY, **options)
-    return True
 
 
 def distinct(name="llama", **changes):
@@ -95,35 +93,27 @@ def assert_alone(model, ids, mask, more):
             assert torch.equal(cache.moments(layer).count[row], own.moments(layer).count[0])
 
 
-@pytest.mark.parametrize(
-    "name,mode", covering(NAMES, ["whole", "adaptive", "vector"], together=1, where=go_together, slow=FOLLOWERS)
-)
-def test_a_row_of_a_batch_is_the_row_alone(name, mode, tmp_path):
-    model, ids = distinct()
-    if not patch(model, name, tmp_path, mode):
-        return
-    batch, mask = rows_of(ids, LENGTHS, 40)
-    assert_alone(model, batch, mask, ids[40:64].view(3, 8))
+RIGHT = {"duoattention": "whole", "fastkv": "adaptive", "keydiff": "vector", "tova": "blocks", "h2o": "blocks"}
 
 
 @pytest.mark.parametrize(
-    "name,mode",
-    [("duoattention", "whole"), ("fastkv", "adaptive"), ("keydiff", "vector"), ("tova", "blocks"), ("h2o", "blocks")],
-)
-def test_padding_on_the_right(name, mode, tmp_path):
+    "name,mode,side",
+    [*covering(NAMES, ["whole", "adaptive", "vector"], ["left"], together=1, where=go_together, slow=FOLLOWERS),
+     *((name, mode, "right") for name, mode in RIGHT.items())],
+)  # fmt: skip
+def test_a_row_of_a_batch_is_the_row_alone(name, mode, side, tmp_path):
+    """With padding on its left or on its right."""
     model, ids = distinct()
-    if not patch(model, name, tmp_path, mode):
-        return
-    batch, mask = rows_of(ids, LENGTHS, 40, "right")
+    patch(model, name, tmp_path, mode)
+    batch, mask = rows_of(ids, LENGTHS, 40, side)
     assert_alone(model, batch, mask, ids[40:64].view(3, 8))
 
 
 @pytest.mark.parametrize("mode", ["whole", "adaptive"])
 def test_rows_that_end_early(mode, tmp_path):
     """Rows that reach the end token are filled up with padding; the others go on as they would alone."""
-    model = build()
+    model, (ids, mask) = build(), prompt()
     patch(model, "momentkv", tmp_path, mode)
-    ids, mask = prompt()
     options = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
     free = model.generate(ids, attention_mask=mask, **options, eos_token_id=None)[:, 50:]
     end = int(free[1, 4])  # the second row ends here at the latest
@@ -142,9 +132,8 @@ def test_rows_that_end_early(mode, tmp_path):
 )
 def test_beams_of_a_batch_are_the_beams_of_each_row(name, mode, tmp_path):
     """With evictions and reordering in between; each row's best two of three beams, in order."""
-    model = build()
+    model, (ids, mask) = build(), prompt()
     patch(model, name, tmp_path, mode)
-    ids, mask = prompt()
     options = {"num_beams": 3, "num_return_sequences": 2, "new": 12}
     together = generate(model, ids, mask, **options)[:, -12:].view(3, 2, 12)
     for row, pad in enumerate((0, 7, 19)):
@@ -230,9 +219,8 @@ def test_generate_never_looks_for_padding_in_its_own_steps(static, monkeypatch):
     monkeypatch.setattr(
         fastkv.integrations.transformers.forward, "ends_in_padding", lambda mask: looked.append(mask) or stock(mask)
     )
-    model = build()
+    model, (ids, mask) = build(), prompt(3, 30, (0, 3, 9))
     fastkv.patch(model, "keydiff", fastkv.Budget(tokens=20, sinks=2, recent=3), static=static)
-    ids, mask = prompt(3, 30, (0, 3, 9))
     out = generate(model, ids, mask, new=8, return_dict_in_generate=True)
     assert not looked
     wider = torch.cat([mask, mask.new_ones(3, 8)], 1)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from fastkv import FastKVError, ops
+from fastkv import ops
 from fastkv.reference import FORMATS, Selection
 
+from .models import raises
 from .states import encoded, in_slab, make_spec, make_state
 from .test_ops import biased, step, vector
 
@@ -149,5 +150,4 @@ def test_a_block_comes_with_no_bias(backend):
 
 def test_kernels_refuse_it_beside_tokens_without_values():
     (q, *token, state, spec), _ = step(biased(vector()), "triton", correction="vector")
-    with pytest.raises(FastKVError, match="adds no bias beside tokens without values"):
-        ops.decode_step(q, *token, state, spec)
+    raises("adds no bias beside tokens without values", ops.decode_step, q, *token, state, spec)

@@ -2,8 +2,10 @@
 
 import pytest
 
-from fastkv import Budget, FastKVError
+from fastkv import Budget
 from fastkv.budget import LayerCost
+
+from .models import raises
 
 
 def test_times_smaller_is_of_a_bfloat16_cache_of_the_prompt():
@@ -20,11 +22,9 @@ def test_times_smaller_is_of_a_bfloat16_cache_of_the_prompt():
 
 @pytest.mark.parametrize("value", [0.5, 0, -1, float("nan"), float("inf"), True, "16"])
 def test_it_cannot_be_larger_than_the_cache_it_is_smaller_than(value):
-    with pytest.raises(FastKVError, match="compress must be at least 1, got"):
-        Budget(compress=value)
+    raises("compress must be at least 1, got", Budget, compress=value)
 
 
 @pytest.mark.parametrize("value", ["x", "16", "-2x", "16x ", "1/4", "0.5x"])
 def test_words_that_are_no_budget(value):
-    with pytest.raises(FastKVError, match=r"budget must be|must be at least 1"):
-        Budget.of(value)
+    raises(r"budget must be|must be at least 1", Budget.of, value)

@@ -390,9 +390,8 @@ class Operations(RuleBasedStateMachine):
                     known = [p + 1 if p < row.seen - expected.steps else 0 for p in held]
                     assert exact.memory[b, h, used].tolist() == known
                 for part, stored in enumerate((keys, values)):
-                    assert torch.equal(
-                        stored, torch.stack([stored[:0].sum(0), *(row.kept[h][p][part] for p in held)])[1:]
-                    )
+                    own = [row.kept[h][p][part] for p in held]
+                    assert torch.equal(stored, torch.stack([stored[:0].sum(0), *own])[1:])
                 assert int(moments.count[b, h]) == len(row.gone[h])
                 if order is None or not row.gone[h]:
                     continue
@@ -471,8 +470,7 @@ def test_windows_in_later_blocks_do_not_see_the_padding_of_the_first_turn():
     whole = torch.cat([ids, later], 1)
     expected = model(whole, attention_mask=mask).logits[:, 12:]
     fastkv.patch(model, "streaming", Budget(tokens=64, sinks=2, recent=4), prefill_block=7)
-    cache = FastKVCache(model)
-    model(ids, attention_mask=mask[:, :12], past_key_values=cache)
+    cache = model(ids, attention_mask=mask[:, :12]).past_key_values
     got = model(later, attention_mask=mask, past_key_values=cache).logits
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-3)
 
@@ -492,15 +490,10 @@ def test_a_file_with_more_tokens_than_a_head_has_room_for_is_refused(tmp_path):
     refused(rewritten(tmp_path / "forged", content, claim, forge), model, "is damaged")
 
 
-@pytest.mark.parametrize(
-    "budget, said",
-    [
-        (64, "tokens 64"),
-        (Budget(keep=0.5), "keep 0.5"),
-        ("4x", "compress 4.0"),
-        (Budget(bytes=300_000), "bytes 300000"),
-    ],
-)
+SAID = {"tokens 64": 64, "keep 0.5": Budget(keep=0.5), "compress 4.0": "4x", "bytes 300000": Budget(bytes=300_000)}
+
+
+@pytest.mark.parametrize("said, budget", SAID.items())
 def test_a_cache_says_what_it_is_in_any_unit(budget, said):
     model = fastkv.patch(build(), "keydiff", budget)
     cache = FastKVCache(model)

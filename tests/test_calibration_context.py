@@ -16,7 +16,7 @@ from fastkv.calibration.fits import QualityCurve, context_nll, keep_for, retaine
 from fastkv.lab.cli import build_parser
 from fastkv.lab.fits import Triple, english_text, fit_curve, make_triples, residual, run_context
 
-from .models import FAMILIES, refused
+from .models import FAMILIES, raises, refused
 from .pairwise import covering
 from .toy import MODEL, calibration_text
 
@@ -175,14 +175,9 @@ def test_file_round_trip_and_merge(tmp_path):
 def damaged(**changes):
     """Text of a good file with some entries replaced; None removes one."""
     entry = {"alpha": 1.0, "beta": 2.0, "triples": 3, "residual": 0.1}
-    content = {
-        "format": fits.FORMAT,
-        "version": fits.VERSION,
-        "fingerprint": fingerprint(CONFIG),
-        "model": "m",
-        "curves": {"snapkv": {name: value for name, value in {**entry, **changes.pop("entry", {})}.items()}},
-        **changes,
-    }
+    curves = {"snapkv": entry | changes.pop("entry", {})}
+    content = {"format": fits.FORMAT, "version": fits.VERSION, "fingerprint": fingerprint(CONFIG), "model": "m"}
+    content |= {"curves": curves, **changes}
     return json.dumps({name: value for name, value in content.items() if value is not None})
 
 
@@ -249,9 +244,8 @@ def test_triples_of_the_bundled_model(bundled):
     options = {"keeps": keeps, "lengths": (512,), "samples": 1, "write": calibration_text}
     triples = make_triples(model, tokenizer, "keydiff", progress=lambda: texts.append(1), **options)
     ids = tokenizer(calibration_text(tokenizer, 512, -1).context, return_tensors="pt").input_ids
-    assert len(texts) == 1 and [one.keep for one in triples] == [
-        math.ceil(r * ids.numel()) / ids.numel() for r in keeps
-    ]
+    assert len(texts) == 1
+    assert [one.keep for one in triples] == [math.ceil(r * ids.numel()) / ids.numel() for r in keeps]
     assert [triple.nll for triple in triples] == pytest.approx([float(model(ids, labels=ids).loss)] * 3, abs=1e-5)
     assert triples[0].quality < triples[2].quality == pytest.approx(1.0, abs=1e-3)
     assert not any("_fastkv_config" in vars(module) for module in model.modules()), "the model is stock again"
@@ -285,8 +279,7 @@ def test_quality_is_the_nll_ratio_of_the_answers_alone(bundled):
 
 def test_make_triples_refuses(bundled):
     for changes, says in (({"keeps": (0.5, 1.5)}, "keep"), ({"policy": "nope"}, "nope")):
-        with pytest.raises(fastkv.FastKVError, match=says):
-            make_triples(*bundled, **{"policy": "snapkv", "lengths": (128,), "samples": 1, **changes})
+        raises(says, make_triples, *bundled, **{"policy": "snapkv", "lengths": (128,), "samples": 1, **changes})
     with fastkv.patched(bundled[0], "snapkv", 64):
         refused("unpatch", make_triples, *bundled, "snapkv")
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import fastkv
-from fastkv import Budget, FastKVCache, FastKVError, corrections
+from fastkv import Budget, FastKVCache, corrections
 from fastkv.cache import signals
 from fastkv.reference import Centroids, centroid_estimate
 
-from .models import build, prompt
+from .models import build, prompt, raises
 from .test_module import B, D, fresh, tokens
 from .test_policy_matrix import EVERY, small
 from .test_saved import rewritten
@@ -70,16 +70,13 @@ def test_the_evicted_mass_of_a_block_reaches_what_is_observed(monkeypatch, recor
 
 
 def test_files_of_something_else_are_refused(tmp_path):
-    model = fastkv.patch(build(), "fastkv", small(), evict_every=EVERY)
-    ids, _ = prompt(2, 50, (0, 0))
+    model, (ids, _) = fastkv.patch(build(), "fastkv", small(), evict_every=EVERY), prompt(2, 50, (0, 0))
     model(ids).past_key_values.save(tmp_path / "cache")
     content = (tmp_path / "cache").read_bytes()
 
     def one_more(held):
         held["2.centroids.count"] = held["2.centroids.count"] + 1
 
-    with pytest.raises(FastKVError, match="is damaged"):
-        FastKVCache.load(rewritten(tmp_path / "forged", content, tensors=one_more), model)
+    raises("is damaged", FastKVCache.load, rewritten(tmp_path / "forged", content, tensors=one_more), model)
     fastkv.patch(model, "fastkv", small(), evict_every=EVERY, correction="moments")
-    with pytest.raises(FastKVError, match=r"was saved with correction=centroids, got correction=moments"):
-        FastKVCache.load(tmp_path / "cache", model)
+    raises(r"was saved with correction=centroids, got correction=moments", FastKVCache.load, tmp_path / "cache", model)

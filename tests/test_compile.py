@@ -102,8 +102,7 @@ def test_other_caches_compile_too(name, policy, options):
 def test_generate_compiles_by_itself(name):
     """As it does on CUDA without being asked; on a CPU transformers has to be told to."""
     torch._dynamo.reset()
-    model = build(name, **CHANGES.get(name, {"num_hidden_layers": 2}))
-    ids, mask = prompt()
+    model, (ids, mask) = build(name, **CHANGES.get(name, {"num_hidden_layers": 2})), prompt()
     fastkv.patch(model, "momentkv", small(), evict_every=EVERY, static=False)
     want = generate(model, ids, mask, new=12)
     fastkv.patch(model, "momentkv", small(), evict_every=EVERY, static=True)
@@ -121,8 +120,7 @@ def test_generate_compiles_by_itself(name):
 @pytest.mark.parametrize("name,base,block", [("gemma3", "sdpa", None), ("gemma2", "eager", 13)])
 def test_static_changes_no_token(name, base, block):
     """Padding, beams, a second turn over a ring that has wrapped, and rows that are chosen."""
-    model = build(name, base)
-    ids, mask = prompt()
+    model, (ids, mask) = build(name, base), prompt()
     found = []
     for static in (False, True):
         fastkv.patch(model, "momentkv", small(), evict_every=EVERY, prefill_block=block, static=static)
@@ -135,14 +133,12 @@ def test_static_changes_no_token(name, base, block):
         more = torch.cat([more, torch.ones(3, 9, dtype=torch.long)], 1)[[2, 0]]
         third = generate(model, second[[2, 0]], more, new=7, past_key_values=cache)
         found.append((second, third, generate(model, ids, mask, new=8, num_beams=2)))
-    for plain, fixed in zip(*found):
-        assert torch.equal(plain, fixed)
+    assert all(map(torch.equal, *found))
 
 
 def test_saving_leaves_a_padded_ring_as_it_is(tmp_path):
     """What was padding stays padding, here and, once the loaded cache is told, there."""
-    model = build("gemma3")
-    ids, mask = prompt()
+    model, (ids, mask) = build("gemma3"), prompt()
     fastkv.patch(model, "keydiff", small(), evict_every=EVERY, static=True)
     cache = model(ids, attention_mask=mask).past_key_values
     twin = cache.clone()
@@ -172,8 +168,7 @@ def test_refusals():
 
 @pytest.mark.parametrize("name, every", [("llama", 1), ("gemma3", EVERY)])
 def test_a_captured_step_continues_prompts(name, every):
-    model = build(name)
-    ids, mask = prompt()
+    model, (ids, mask) = build(name), prompt()
     fastkv.patch(model, "momentkv", small(), evict_every=every, static=True)
     want = generate(model, ids, mask, new=20, eos_token_id=VOCAB)[:, ids.shape[1] :]
     cache = fastkv.FastKVCache(model)
@@ -195,8 +190,7 @@ def test_a_captured_step_continues_prompts(name, every):
 
 
 def test_capturing_leaves_a_cache_as_it_was():
-    model = build()
-    ids, _ = prompt(2, 30, (0, 0))
+    model, (ids, _) = build(), prompt(2, 30, (0, 0))
     fastkv.patch(model, "momentkv", small(), evict_every=EVERY, static=True)
     cache = model(ids).past_key_values
     decode(model, model, cache, ids[:, :1], 6, 30)
@@ -210,8 +204,7 @@ def test_capturing_leaves_a_cache_as_it_was():
 
 
 def test_captured_steps_refuse_what_they_cannot():
-    model = build()
-    ids, _ = prompt(2, 30, (0, 0))
+    model, (ids, _) = build(), prompt(2, 30, (0, 0))
     fastkv.patch(model, "momentkv", small(), static=False)
     raises("needs a cache that stays where it is", fastkv.capture_decode, model, fastkv.FastKVCache(model), 2)
     fastkv.patch(model, "momentkv", fastkv.Budget(keep=0.5, sinks=2, recent=4), static=True)

@@ -1,15 +1,18 @@
 """What each correction remembers of evicted tokens, mixes into attention and costs, by its name."""
 
+import re
+
 import pytest
 import torch
 
-from fastkv import Budget, FastKVError, corrections
+from fastkv import Budget, corrections
 from fastkv.cache.layout import LayerPlan, cost
 from fastkv.config import Config
 from fastkv.corrections import Shape
 from fastkv.policies import get
 from fastkv.reference import Centroids, Moments
 
+from .models import raises
 from .states import make_spec, make_state
 
 B, HKV, D, DV = 2, 3, 16, 8
@@ -53,9 +56,8 @@ def test_all_are_known_by_name():
 
 def test_an_unknown_name_is_refused_with_all_there_are():
     for bad in ("median", "", "Moments", 3):
-        with pytest.raises(FastKVError) as error:
-            corrections.get(bad)
-        assert str(error.value) == f"correction must be one of auto, {', '.join(NAMES)}, got {bad!r}"
+        said = f"correction must be one of auto, {', '.join(NAMES)}, got {bad!r}"
+        raises(f"^{re.escape(said)}$", corrections.get, bad)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -142,10 +144,7 @@ def test_reading_prefers_centroids():
 def test_centroids_in_another_share_of_the_bytes():
     """An eighth holds twice as many as a sixteenth; what cannot be a share is refused."""
     shape = Shape(HKV, D, DV, 4)
-    numbers = [
-        corrections.get("centroids", share=share).empty(1, shape, 1024, torch.device("cpu")).num for share in (16, 8)
-    ]
-    assert numbers[1] in (2 * numbers[0], 2 * numbers[0] + 1)
+    found = [corrections.get("centroids", share=one).empty(1, shape, 1024, torch.device("cpu")).num for one in (16, 8)]
+    assert found[1] in (2 * found[0], 2 * found[0] + 1)
     for share in (0, 0.5, True, -8):
-        with pytest.raises(FastKVError, match="share must be a whole number"):
-            corrections.get("centroids", share=share)
+        raises("share must be a whole number", corrections.get, "centroids", share=share)

@@ -31,8 +31,7 @@ def most_attention(model, ids, layer, request=()):
 
 @pytest.mark.parametrize("name, request_ids", [("llama", (5, 6, 7)), ("qwen3", ()), ("gemma2", (5, 6, 7))])
 def test_kvzip_keeps_what_a_second_reading_attends_to_most(name, request_ids):
-    model = build(name, "eager")
-    ids, _ = prompt(1, 40, (0,))
+    model, (ids, _) = build(name, "eager"), prompt(1, 40, (0,))
     layer = 1
     model.set_attn_implementation("eager")
     scores = most_attention(model, ids, layer, request_ids)
@@ -52,8 +51,7 @@ def test_a_second_reading_keeps_what_each_chunk_looked_up(monkeypatch):
     monkeypatch.setattr(
         ops, "most_attended", lambda *given, **more: found.append(most_attended(*given, **more)) or found[-1]
     )
-    model = build("llama")
-    ids, _ = prompt(1, 40, (0,))
+    model, (ids, _) = build("llama"), prompt(1, 40, (0,))
     fastkv.patch(model, fastkv.policies.get("kvzip", chunk=16), small(), evict_every=EVERY)
     layers = model(ids).past_key_values.layers
     exact, chunks = layers[0].state.exact, found[:: len(layers)]
@@ -113,8 +111,7 @@ def test_refusals_of_a_second_reading():
 
 
 def test_quality_keeps_what_the_curve_says(tmp_path):
-    model = build()
-    ids, _ = prompt(2, 50, (0, 0))
+    model, (ids, _) = build(), prompt(2, 50, (0, 0))
     logits = model(ids).logits[:, :-1].double()
     nll = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").mean(-1)
     path = tmp_path / "context.json"

@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM
 
 import fastkv
 from fastkv.cpu import operations
-from fastkv.errors import FastKVError
 
-from .models import build, compressed_layers, generate, prompt, small
+from .models import build, compressed_layers, generate, prompt, raises, small
 from .pairwise import covering
 
 HALVES = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
@@ -78,8 +77,7 @@ def test_offloaded_models_are_patched_before(tmp_path):
     )
     want = generate(build(), ids, mask)
     assert torch.equal(generate(model, ids, mask), want)
-    with pytest.raises(FastKVError, match="meta device"):
-        fastkv.patch(model, budget=small())
+    raises("meta device", fastkv.patch, model, budget=small())
     assert torch.equal(generate(model, ids, mask), want)
 
 
@@ -134,8 +132,7 @@ def defaults():
     covering(["keydiff", "momentkv", "fastkv", "compactor", "h2o"], [torch.float64, torch.bfloat16], together=1),
 )
 def test_the_default_dtype_does_not_matter(policy, dtype, defaults):
-    ids, mask = prompt()
-    model = fastkv.patch(build("llama"), policy, small(), evict_every=4, prefill_block=16)
+    (ids, mask), model = prompt(), fastkv.patch(build("llama"), policy, small(), evict_every=4, prefill_block=16)
     want = generate(model, ids, mask, new=15)
     defaults(dtype, None)
     assert operations.serves(torch.ones(1, 8, dtype=torch.float32), 8, None)

@@ -19,8 +19,7 @@ kinds_and_blocks = pytest.mark.parametrize("kind,block", covering(COMBINATIONS, 
 @kinds_and_blocks
 def test_budget_beyond_the_prompt_changes_nothing(kind, block):
     name, base = kind
-    model = build(name, base)
-    ids, mask = prompt()
+    model, (ids, mask) = build(name, base), prompt()
     real = mask.bool()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     padded = model(ids, attention_mask=mask, position_ids=positions).logits
@@ -43,8 +42,7 @@ def test_budget_beyond_the_prompt_changes_nothing(kind, block):
 
 @pytest.mark.parametrize("rows", [1, 15])
 def test_blocks_keep_only_the_rows_that_logits_need(rows):
-    model = build()
-    ids, _ = prompt()
+    model, (ids, _) = build(), prompt()
     expected = model(ids[:1], logits_to_keep=rows).logits
     fastkv.patch(model, budget=500, prefill_block=13)
     torch.testing.assert_close(model(ids[:1], logits_to_keep=rows).logits, expected, atol=1e-4, rtol=0)
@@ -52,15 +50,11 @@ def test_blocks_keep_only_the_rows_that_logits_need(rows):
 
 def snapshot(model):
     """Everything patch may touch, by identity."""
-    return {
-        module_name: (
-            set(module.__dict__),
-            id(getattr(module, "config", None)),
-            list(module._forward_pre_hooks),
-            list(module._forward_hooks),
-        )
-        for module_name, module in model.named_modules()
-    }
+
+    def touched(one):
+        return set(vars(one)), id(getattr(one, "config", None)), [*one._forward_pre_hooks], [*one._forward_hooks]
+
+    return {name: touched(module) for name, module in model.named_modules()}
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -118,9 +112,8 @@ class Watch:
         state = layer.state
         assert {rows.shape[2] for rows in state.exact.moving().values()} == {TOKENS + EVERY}
         assert int(state.exact.lengths.max()) <= state.exact.filled <= TOKENS + EVERY
-        assert torch.equal(
-            state.exact.lengths + state.moments.count, state.seen[:, None].expand_as(state.exact.lengths)
-        )
+        total = state.exact.lengths + state.moments.count
+        assert torch.equal(total, state.seen[:, None].expand_as(total))
         address = self.addresses.setdefault(module.layer_idx, state.exact.keys.data_ptr())
         assert state.exact.keys.data_ptr() == address, "slots are allocated once"
         self.checks += 1
@@ -130,8 +123,7 @@ class Watch:
 @kinds_and_blocks
 def test_bound_and_conservation(kind, block):
     name, base = kind
-    model = build(name, base)
-    ids, mask = prompt()
+    model, (ids, mask) = build(name, base), prompt()
     fastkv.patch(model, "momentkv", budget=small(), prefill_block=block, evict_every=EVERY)
     watch = Watch(model)
     out = generate(model, ids, mask, new=30, return_dict_in_generate=True)
@@ -153,8 +145,7 @@ def test_bound_and_conservation(kind, block):
 
 
 def test_keep_share_counts_the_whole_prompt_in_both_modes():
-    model = build()
-    ids, _ = prompt(1, 50, (0,))
+    model, (ids, _) = build(), prompt(1, 50, (0,))
     for block in (None, 13):
         fastkv.patch(model, "momentkv", budget=fastkv.Budget(keep=0.5, sinks=2, recent=4), prefill_block=block)
         cache = model(ids).past_key_values
@@ -162,8 +153,7 @@ def test_keep_share_counts_the_whole_prompt_in_both_modes():
 
 
 def test_layer_shares_are_what_they_say():
-    model = build()
-    ids, _ = prompt(1, 50, (0,))
+    model, (ids, _) = build(), prompt(1, 50, (0,))
     fastkv.patch(model, "momentkv", budget=small(layers="pyramid"))
     cache = model(ids).past_key_values
     stored = [int(cache.stored(layer)[0, 0]) for layer in range(4)]

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from fastkv import FastKVError
 from fastkv.lab import facts
 
 from . import toy
+from .models import raises
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +58,10 @@ def test_python_brings_texts():
     ],
 )
 def test_refusals_are_one_sentence(tokenizer, call, says):
-    with pytest.raises(FastKVError, match=says):
-        call(tokenizer)
+    raises(says, call, tokenizer)
 
 
 def test_files_that_are_no_text(tmp_path):
     file = tmp_path / "text.txt"
     file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(FastKVError, match="not UTF-8"):
-        facts.read(str(file))
+    raises("not UTF-8", facts.read, str(file))

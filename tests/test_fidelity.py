@@ -20,7 +20,7 @@ from fastkv.lab.fidelity import measure, read_full, run
 from fastkv.lab.reading import equal_bytes, stored_bytes
 
 from .equal_bytes import assert_equal_bytes, token_bytes
-from .models import build, policy, prompt
+from .models import build, policy, positions, prompt, raises
 from .pairwise import named
 from .test_vector_cache import mapping
 from .toy import MODEL
@@ -68,17 +68,6 @@ class Step:
     out: torch.Tensor
 
 
-def positions_of(state):
-    """The stored positions as [row][head] sets."""
-    tiers = [slots for slots in (state.exact, state.approx) if slots is not None]
-    batch, heads = state.exact.lengths.shape
-
-    def of(row, head):
-        return {p for one in tiers for p in one["positions"][row, head, : one.lengths[row, head]].tolist()}
-
-    return [[of(row, head) for head in range(heads)] for row in range(batch)]
-
-
 def spy_on_attention(monkeypatch):
     """The list that every decoded token of every compressed layer will be added to."""
     steps, pairs, attend, decode = [], {}, FastKVLayer.attend, FastKVLayer.step
@@ -94,7 +83,7 @@ def spy_on_attention(monkeypatch):
 
     def step(self, q, k, v, how):
         keys, values = remembered(self, k, v)
-        stored = positions_of(self.state)
+        stored = [[set().union(*head) for head in positions(self.state, row)] for row in range(len(q))]
         out = decode(self, q, k, v, how)
         tensors = [one.double() for one in (q[:, :, 0], keys, values)]
         steps.append(Step(self.cache.layer, *tensors, stored, how.scale, how.softcap, out[:, :, 0].double()))
@@ -192,8 +181,7 @@ def test_errors_and_next_tokens_equal_brute_force():
         return logits, torch.stack([torch.cat(parts, 1)[:, -STEPS:] for parts in inputs.values()])
 
     def token_by_token():
-        cache = FastKVCache(model)
-        model(tokens[:, :-STEPS], past_key_values=cache)
+        cache = model(tokens[:, :-STEPS]).past_key_values
         return torch.cat([model(word, past_key_values=cache).logits for word in tokens[:, -STEPS:].split(1, 1)], 1)
 
     settings = ("tova", Budget(tokens=46, sinks=1, recent=4))
@@ -254,10 +242,8 @@ def test_unequal_bytes_are_noticed():
     assert_equal_bytes({"given": caches["given"]}, budget.bytes)
     with pytest.raises(FastKVError, match="run the model first"), fastkv.patched(model):
         stored_bytes(FastKVCache(model))
-    with pytest.raises(FastKVError, match="smaller than sinks"):
-        equal_bytes(model.config, 8, model.dtype)
-    with pytest.raises(FastKVError, match="turns tokens into bytes"):
-        equal_bytes(model.config, Budget(keep=0.5), model.dtype)
+    raises("smaller than sinks", equal_bytes, model.config, 8, model.dtype)
+    raises("turns tokens into bytes", equal_bytes, model.config, Budget(keep=0.5), model.dtype)
 
 
 @pytest.mark.parametrize(
@@ -277,13 +263,11 @@ def test_equal_bytes_keep_the_shares_of_a_budget(shares):
 def test_misuse_is_refused():
     model, tokens = build(), text()
     full = read_full(model, tokens, STEPS)
-    with pytest.raises(FastKVError, match="patch"):
-        measure(model, tokens, STEPS, full)
+    raises("patch", measure, model, tokens, STEPS, full)
     with fastkv.patched(model, "streaming", 40), pytest.raises(FastKVError, match="stock"):
         read_full(model, tokens, STEPS)
     for steps in (1, 60):
-        with pytest.raises(FastKVError, match="steps"):
-            read_full(model, tokens, steps)
+        raises("steps", read_full, model, tokens, steps)
 
 
 def fidelity(*arguments):

@@ -29,8 +29,7 @@ STRATEGIES = {
 
 @pytest.mark.parametrize("strategy, name", covering(STRATEGIES, ["llama", "gemma3"], together=1))
 def test_decoding_strategies_match_stock(name, strategy):
-    model = build(name)
-    ids, mask = prompt()
+    model, (ids, mask) = build(name), prompt()
     torch.manual_seed(0)
     expected = generate(model, ids, mask, **STRATEGIES[strategy])
     fastkv.patch(model, budget=500, prefill_block=16)
@@ -40,8 +39,7 @@ def test_decoding_strategies_match_stock(name, strategy):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_second_turn_continues_the_cache(name):
-    model = build(name)
-    ids, _ = prompt(1, 50, (0,))
+    model, (ids, _) = build(name), prompt(1, 50, (0,))
 
     def two_turns(cache=None):
         extra = {} if cache is None else {"past_key_values": cache}
@@ -62,8 +60,7 @@ def test_a_second_turn_continues_the_cache(name):
 
 @pytest.mark.parametrize("block", [None, 16])
 def test_inputs_embeds(block):
-    model = build()
-    ids, _ = prompt(1, 50, (0,))
+    model, (ids, _) = build(), prompt(1, 50, (0,))
     embeds = model.get_input_embeddings()(ids)
     expected = model.generate(inputs_embeds=embeds, max_new_tokens=8, do_sample=False)
     with fastkv.patched(model, budget=500, prefill_block=block):
@@ -72,8 +69,7 @@ def test_inputs_embeds(block):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_all_outputs_are_joined_over_blocks(name):
-    model = build(name)
-    ids, mask = prompt()
+    model, (ids, mask) = build(name), prompt()
     extra = {"output_router_logits": True} if name == "qwen3_moe" else {}
     expected = model(ids, attention_mask=mask, output_hidden_states=True, **extra)
     fastkv.patch(model, budget=500, prefill_block=16)
@@ -92,8 +88,7 @@ def test_attention_weights_warn():
 
 
 def test_training_is_untouched():
-    model = build()
-    ids, mask = prompt()
+    model, (ids, mask) = build(), prompt()
     model.train()
 
     def loss_and_gradient():
@@ -114,8 +109,7 @@ def test_training_is_untouched():
 
 
 def test_gradients_flow_in_eval_mode_without_keeping_the_cache_alive():
-    model = fastkv.patch(build(), budget=SMALL)
-    ids, _ = prompt(1, 50, (0,))
+    model, (ids, _) = fastkv.patch(build(), budget=SMALL), prompt(1, 50, (0,))
     with torch.enable_grad():
         out = model(ids, labels=ids)
         out.loss.backward()
@@ -124,8 +118,7 @@ def test_gradients_flow_in_eval_mode_without_keeping_the_cache_alive():
 
 
 def test_deepcopy_is_independent():
-    model = fastkv.patch(build(), budget=SMALL, prefill_block=16)
-    ids, mask = prompt()
+    model, (ids, mask) = fastkv.patch(build(), budget=SMALL, prefill_block=16), prompt()
     expected = generate(model, ids, mask)
     other = copy.deepcopy(model)
     assert torch.equal(generate(other, ids, mask), expected)
@@ -138,8 +131,7 @@ def test_deepcopy_is_independent():
 
 
 def test_saved_models_know_nothing_of_fastkv(tmp_path):
-    model = fastkv.patch(build(), budget=SMALL)
-    ids, mask = prompt()
+    model, (ids, mask) = fastkv.patch(build(), budget=SMALL), prompt()
     model.save_pretrained(tmp_path)
     assert "fastkv" not in (tmp_path / "config.json").read_text()
     again = FAMILIES["llama"][0].from_pretrained(tmp_path)
@@ -159,8 +151,7 @@ def test_lora_adapters():
 
 
 def test_threads_share_a_patched_model():
-    model = fastkv.patch(build(), budget=SMALL, prefill_block=16)
-    ids, _ = prompt()
+    model, (ids, _) = fastkv.patch(build(), budget=SMALL, prefill_block=16), prompt()
     expected = [generate(model, ids[row : row + 1, 20:]) for row in range(3)]
     results = {}
 

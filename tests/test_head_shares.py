@@ -53,18 +53,15 @@ def test_a_share_of_the_text_is_a_share(keep):
 
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=6),
-    st.integers(0, 40),
-    st.integers(1, 300),
-    st.integers(0, 3000),
-    st.booleans(),
+    *(st.integers(0, 40), st.integers(1, 300), st.integers(0, 3000), st.booleans()),
 )
 def test_all_tokens_are_dealt_and_none_twice(heads, reserved, more, context, weighted):
     """The total is met to a token, every head has what is protected, and none more than there is."""
     average = reserved + more
     layers = tuple(1 + 0.1 * layer for layer in range(len(heads))) if weighted and more > reserved else None
-    dealt = shares_of(heads=tuple(heads)).tokens_of(average, context, reserved, layers)
-    flat = [number for layer in dealt for number in layer]
-    assert [len(layer) for layer in dealt] == heads and sum(flat) == average * sum(heads)
+    found = shares_of(heads=tuple(heads)).tokens_of(average, context, reserved, layers)
+    flat = [number for layer in found for number in layer]
+    assert [len(layer) for layer in found] == heads and sum(flat) == average * sum(heads)
     assert min(flat) >= max(reserved, 1)
     if context > average:
         assert max(flat) <= context
@@ -79,10 +76,10 @@ def test_a_text_that_fits_is_kept_by_all_heads():
 
 def test_layers_share_as_they_are_told_and_heads_within_them():
     weights = (1.0, 2.0, 3.0, 4.0)
-    dealt = shares_of().tokens_of(200, 1000, 0, weights)
-    assert [sum(layer) for layer in dealt] == pytest.approx([160 * weight for weight in weights], abs=30)
+    found = shares_of().tokens_of(200, 1000, 0, weights)
+    assert [sum(layer) for layer in found] == pytest.approx([160 * weight for weight in weights], abs=30)
     wanted = shares_of().shares(0.2)
-    assert all((row[0] > row[1]) == (layer[0] > layer[1]) for layer, row in zip(dealt, wanted.tolist()))
+    assert all((row[0] > row[1]) == (layer[0] > layer[1]) for layer, row in zip(found, wanted.tolist()))
 
 
 # How they are found.
@@ -111,7 +108,7 @@ def _cost(curve, steps):
     return curve[min(steps, len(curve) - 1)] if steps < len(curve) else float("inf")
 
 
-def test_a_curve_is_what_a_head_loses_by_keeping_only_its_best_tokens():
+def test_a_curve_is_what_a_head_loses_by_keeping_only_its_best_tokens(monkeypatch):
     """Against attention itself over the tokens that are kept, in float64."""
     model = build("llama", dtype=torch.float64).double()
     ids = torch.randint(3, 90, (1, 96), generator=torch.Generator().manual_seed(3))
@@ -124,11 +121,8 @@ def test_a_curve_is_what_a_head_loses_by_keeping_only_its_best_tokens():
         if loss == 0:
             seen[self.cache.layer] = (self, gradient, self.curves - before)
 
-    calibrate.Watched.add = watched
-    try:
-        calibrate.curves(model, ids, 0, lambda tokens: None, ids)
-    finally:
-        calibrate.Watched.add = add
+    monkeypatch.setattr(calibrate.Watched, "add", watched)
+    calibrate.curves(model, ids, 0, lambda tokens: None, ids)
     assert sorted(seen) == [0, 1, 2, 3]
     held, gradient, curves = seen[2]
     weights, values = held.weights.double(), held.held[2][0].double()
@@ -200,21 +194,18 @@ def test_beside_other_layers_a_text_goes_on_and_is_not_read_again(name, again, m
     text, counted = TEXT[None], []
     calibrate_heads(build(name), text=text[0], progress=counted.append)
     ((first, behind),) = read
-    assert torch.equal(behind, first if again else text[:, 128:]) and torch.equal(
-        first, text if again else text[:, :128]
-    )
+    assert torch.equal(first, text if again else text[:, :128])
+    assert torch.equal(behind, first if again else text[:, 128:])
     assert sum(counted) == (1 + again) * 255
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_moe"])
 def test_other_families(name):
     """Layers with sliding windows, soft-caps and experts: as many shares as there are compressed heads."""
-    model = build(name, "eager" if name == "gemma2" else "sdpa")
+    model, (ids, mask) = build(name, "eager" if name == "gemma2" else "sdpa"), prompt()
     shares = calibrate_heads(model, text=TEXT)
     fastkv.patch(model, "keydiff", Budget(tokens=24, sinks=2, recent=4, heads=shares), evict_every=4)
-    ids, mask = prompt()
-    cache = FastKVCache(model)
-    model(ids, attention_mask=mask, past_key_values=cache)
+    cache = model(ids, attention_mask=mask).past_key_values
     stored = torch.cat([cache.stored(layer.cache.layer)[0] for layer in cache.compressed])
     assert len(stored) == sum(shares.heads) and int(stored.sum()) == 24 * len(stored)
 
@@ -389,18 +380,10 @@ def test_a_policy_that_fixes_heads_takes_no_shares(own, tmp_path):
 
 # Caches.
 
-SETTINGS = {
-    "whole": {},
-    "blocks": {"prefill_block": 16},
-    "int8": {"slots": "int8"},
-    "int4": {"slots": "int4"},
-    "moments": {"correction": "moments"},
-    "centroids": {"correction": "centroids"},
-    "reference": {"backend": "reference"},
-    "triton": {"backend": "triton"},
-    "fastkv": {"policy": "fastkv"},
-    "kvzip": {"policy": "kvzip"},
-}
+KINDS = {"correction": ("moments", "centroids"), "backend": ("reference", "triton"), "policy": ("fastkv", "kvzip")}
+KINDS |= {"slots": ("int8", "int4")}
+SETTINGS = {name: {kind: name} for kind, names in KINDS.items() for name in names}
+SETTINGS |= {"whole": {}, "blocks": {"prefill_block": 16}}
 
 
 def patched(model, shares, tokens=20, **settings):
@@ -412,6 +395,11 @@ def patched(model, shares, tokens=20, **settings):
 def kept(cache):
     """Tokens that each head holds, [B, all heads]."""
     return torch.cat([cache.stored(layer.cache.layer) for layer in cache.compressed], 1)
+
+
+def dealt(shares, context):
+    """Tokens that each head is to hold of a text of that many."""
+    return [number for layer in shares.tokens_of(20, context, 6) for number in layer]
 
 
 @pytest.mark.parametrize("setting", [named(name, slow=name in ("triton", "whole", "reference")) for name in SETTINGS])
@@ -427,25 +415,24 @@ def test_heads_hold_what_they_are_dealt_and_memory_stays(setting):
         model(ids[:, :60], attention_mask=mask[:, :60], past_key_values=caches[-1])
     uniform, cache = (sum(layer.cache.nbytes() for layer in one.compressed) for one in caches)
     assert cache <= uniform + 3 * LAYERS * (HEADS + 1) * 4
-    cache, want = caches[-1], torch.tensor(shares.tokens_of(20, 60, 6)).flatten()
-    assert int(want.sum()) == 20 * len(want) and len(set(want.tolist())) > 2
-    assert torch.equal(kept(cache)[0].long(), want)  # the row without padding
+    cache, want = caches[-1], dealt(shares, 60)
+    assert sum(want) == 20 * len(want) and len(set(want)) > 2
+    assert kept(cache)[0].tolist() == want  # the row without padding
     for place in range(60, 82):  # 1.25 times as many are reached, and an eviction is due
         if place == 68:
-            assert torch.equal(kept(cache)[0].long(), want)
+            assert kept(cache)[0].tolist() == want
         model(torch.full((3, 1), place % 9 + 3), past_key_values=cache)
     twin = cache.clone()
     for token in range(3, 13):
         one, other = (model(torch.full((3, 1), token), past_key_values=each).logits for each in (cache, twin))
         assert torch.equal(one, other) and one.isfinite().all()
-    assert not torch.equal(kept(cache)[0].long(), want)
+    assert kept(cache)[0].tolist() != want
     assert int(kept(cache)[0].sum()) <= (20 + 4) * HEADS * LAYERS
 
 
 @pytest.mark.parametrize("policy, block", [("fastkv", None), ("keydiff", 16), ("momentkv", 16)])
 def test_a_budget_as_large_as_the_text_changes_no_token(policy, block):
-    model = build("llama")
-    ids, mask = prompt()
+    model, (ids, mask) = build("llama"), prompt()
     want = generate(model, ids, mask, new=20)
     patched(model, shares_of(model), tokens=80, policy=policy, prefill_block=block)
     assert torch.equal(generate(model, ids, mask, new=20), want)
@@ -453,29 +440,23 @@ def test_a_budget_as_large_as_the_text_changes_no_token(policy, block):
 
 def test_heads_are_dealt_anew_as_a_text_grows():
     """A short prompt is kept whole, a long one after it or much decoding makes heads differ; the total stays."""
-    model = build("llama")
+    model, (ids, _) = build("llama"), prompt(batch=1, length=200, pads=(0,))
     shares = shares_of(model)
     patched(model, shares, backend="reference")  # it reads nothing beyond a slab
-    ids, _ = prompt(batch=1, length=200, pads=(0,))
-    cache = FastKVCache(model)
-    model(ids[:, :12], past_key_values=cache)
+    cache = model(ids[:, :12]).past_key_values
     assert (kept(cache) == 12).all()
     model(ids[:, 12:80], past_key_values=cache)
-    assert torch.equal(kept(cache)[0].long(), torch.tensor(shares.tokens_of(20, 80, 6)).flatten())
+    assert kept(cache)[0].tolist() == dealt(shares, 80)
     bytes_then = sum(layer.cache.nbytes() for layer in cache.compressed)
     for place in range(80, 112):
         model(ids[:, place : place + 1], past_key_values=cache)
-    dealt = torch.tensor(shares.tokens_of(20, 104, 6)).flatten()  # at 104 > 1.25 * 80, where eviction was due
-    assert torch.equal(kept(cache)[0].long(), dealt) and not torch.equal(
-        dealt, torch.tensor(shares.tokens_of(20, 80, 6)).flatten()
-    )
+    assert kept(cache)[0].tolist() == dealt(shares, 104) != dealt(shares, 80)  # at 104 > 1.25 * 80, where one was due
     assert sum(layer.cache.nbytes() for layer in cache.compressed) == bytes_then
 
 
 def test_after_a_reset_heads_are_dealt_for_the_next_text():
-    model = build("llama")
+    model, (ids, _) = build("llama"), prompt(batch=1, length=200, pads=(0,))
     patched(model, shares_of(model))
-    ids, _ = prompt(batch=1, length=200, pads=(0,))
     cache, fresh = FastKVCache(model), FastKVCache(model)
     model(ids, past_key_values=cache)
     cache.reset()
@@ -486,12 +467,10 @@ def test_after_a_reset_heads_are_dealt_for_the_next_text():
 
 def test_a_layer_that_keeps_all_of_a_growing_text_gets_slots_for_it():
     """The first layers have room for the whole text: what follows a first prompt needs more slots than they have."""
-    model = build("llama")
+    model, (ids, _) = build("llama"), prompt(batch=1, length=80, pads=(0,))
     equal = torch.ones(len(KEEPS), LAYERS, HEADS, dtype=torch.float16)
     patched(model, replace(shares_of(model), table=equal), policy="pyramidkv", tokens=40, backend="reference")
-    ids, _ = prompt(batch=1, length=80, pads=(0,))
-    cache = FastKVCache(model)
-    model(ids[:, :60], past_key_values=cache)
+    cache = model(ids[:, :60]).past_key_values
     model(ids[:, 60:70], past_key_values=cache)
     for place in range(70, 73):
         model(ids[:, place : place + 1], past_key_values=cache)
@@ -502,11 +481,10 @@ def test_a_layer_that_keeps_all_of_a_growing_text_gets_slots_for_it():
 
 
 def test_save_and_load(tmp_path):
-    model = build("llama")
+    model, (ids, _) = build("llama"), prompt(batch=1, length=160, pads=(0,))
     shares = shares_of(model)
     patched(model, shares)
     cache = FastKVCache(model)
-    ids, _ = prompt(batch=1, length=160, pads=(0,))
     model(ids[:, :60], past_key_values=cache)
     cache.save(tmp_path / "cache.safetensors")
     again = FastKVCache.load(tmp_path / "cache.safetensors", model)
@@ -522,29 +500,25 @@ def test_vector_shares_keys_as_pairs():
     model = build("llama")
     shares = shares_of(model)
     patched(model, shares, correction="vector", vector=mapping(model), tokens=24)
-    cache = FastKVCache(model)
-    model(prompt(batch=1, length=80, pads=(0,))[0], past_key_values=cache)
-    dealt = shares.tokens_of(24, 80, 6)
-    for layer, want in zip(cache.compressed, dealt):
+    cache = model(prompt(batch=1, length=80, pads=(0,))[0]).past_key_values
+    for layer, want in zip(cache.compressed, shares.tokens_of(24, 80, 6)):
         layout = layer.cache.rule.layout
         assert [pairs + keys // 2 for pairs, keys in zip(layout.tokens, layout.approx or (0, 0))] == list(want)
 
 
 def test_static_steps_keep_their_slots():
     """A static cache is dealt once, by its first prompt: addresses stay."""
-    model = build("llama")
+    model, (ids, _) = build("llama"), prompt(batch=1, length=120, pads=(0,))
     shares = shares_of(model)
     patched(model, shares)
     cache = FastKVCache(model, static=True)
-    ids, _ = prompt(batch=1, length=120, pads=(0,))
     model(ids[:, :80], past_key_values=cache)
-    want = torch.tensor(shares.tokens_of(20, 80, 6)).flatten()
     addresses = [tensor.data_ptr() for tensor in cache.changed()]
     for place in range(80, 96):
         model(ids[:, place : place + 1], past_key_values=cache)
-    assert torch.equal(kept(cache)[0].long(), want)
+    assert kept(cache)[0].tolist() == dealt(shares, 80)
     model(ids[:, 96:], past_key_values=cache)
-    assert torch.equal(kept(cache)[0].long(), want)
+    assert kept(cache)[0].tolist() == dealt(shares, 80)
     assert [tensor.data_ptr() for tensor in cache.changed()] == addresses
 
 

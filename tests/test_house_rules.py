@@ -190,9 +190,7 @@ def test_absent_tensors_of_a_kernel_stand_alone():
     nodes = [n for path in sorted((PACKAGE / "kernels").glob("*.py")) for n in ast.walk(ast.parse(path.read_text()))]
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     returns = {f.name: [n.value for n in ast.walk(f) if isinstance(n, ast.Return)] for f in functions}
-    assert not [
-        name for name, values in returns.items() for one in values if one and "tl.constexpr(" in ast.unparse(one)
-    ]
+    assert not [name for name, some in returns.items() for one in some if one and "tl.constexpr(" in ast.unparse(one)]
     maybe = {name for name, values in returns.items() if None in values and any(values)}  # a bare return and others
     assert {"_page", "_biases"} <= maybe
     inside = [n for node in nodes if isinstance(node, ast.Tuple) for n in node.elts if isinstance(n, ast.Call)]

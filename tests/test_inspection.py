@@ -17,15 +17,11 @@ from fastkv.lab.cli import build_parser
 from fastkv.lab.common import read_stock
 from fastkv.lab.inspection import measure_layer, nearest_distances
 
-from .models import build
+from .models import build, raises
 from .toy import MODEL, load
 from .toy import told as toy_told
 
 N = 2000
-
-
-def pca_dimension(points, variance=0.95):
-    return geometry.pca(points, variance)
 
 
 def two_nn(points, discard=0.1):
@@ -104,7 +100,7 @@ def test_pca_counts_the_components_of_a_known_spectrum(variance):
     assert centred.mean(0).abs().max() < 1e-12
     points = embedded(centred * torch.tensor([8.0, 4.0, 2.0, 1.0], dtype=torch.float64).sqrt(), 9)
     shares = (8 / 15, 12 / 15, 14 / 15, 1.0)
-    assert pca_dimension(points, variance) == 1 + sum(share < variance for share in shares)
+    assert geometry.pca(points, variance) == 1 + sum(share < variance for share in shares)
 
 
 def brute_neighbours(points):
@@ -168,7 +164,7 @@ def test_repeated_points_count_once_for_neighbours():
     repeated = torch.cat([points, repeated])
     assert two_nn(repeated) == two_nn(points)
     assert levina_bickel(repeated) == levina_bickel(points)
-    assert pca_dimension(torch.cat([points, points])) == pca_dimension(points)
+    assert geometry.pca(torch.cat([points, points]), 0.95) == geometry.pca(points, 0.95)
 
 
 def cosine(a, b):
@@ -269,5 +265,4 @@ def test_what_cannot_be_measured_is_refused():
         list(read_stock(build("gemma3", layer_types=["sliding_attention"] * 4), ids))
     model = build("llama")
     model.model.layers[2].self_attn.k_proj.weight[0, 0] = math.nan
-    with pytest.raises(FastKVError, match="layer 2"):
-        list(read_stock(model, ids))
+    raises("layer 2", list, read_stock(model, ids))

@@ -22,12 +22,11 @@ from . import test_kernels_decode as decode
 from . import test_kernels_evict as evict
 from . import test_kernels_prefill as prefill
 from .conftest import examples
+from .models import raises
 from .pairwise import covering, named
 from .states import encoded, launched, make_spec, sinks, splits
 
 SLOTS = ["int8", "fp8", "int4", "k8v4"]
-
-
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 
@@ -97,9 +96,7 @@ def every_size(slots):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize(
-    "slots, dim", [("int8", 1024), ("fp8", 1024), *(("int4", dim) for dim in (32, 96, 128, 256, 512))]
-)
+@pytest.mark.parametrize("slots, dim", [("int8", 1024), ("fp8", 1024), *(("int4", n) for n in (32, 96, 128, 256, 512))])
 def test_codes_are_those_of_the_reference(slots, dim):
     rows, form = every_size(slots)[:, :dim], FORMATS[slots]
     want, scales = form.encode(rows)
@@ -134,8 +131,8 @@ def coded(case, slots):
     covering(
         decode.SHAPES,
         SLOTS,
-        [torch.float32, torch.float16, torch.bfloat16],
-        where=lambda name, slots, dtype: fits(slots, decode.SHAPES[name][3]),
+        decode.DTYPES,
+        where=lambda name, one, _: fits(one, decode.SHAPES[name][3]),
         together=1,
     ),
 )
@@ -166,7 +163,7 @@ def test_no_program_alone_reads_a_wide_head_in_4_bits(monkeypatch, dim, parts):
 @settings(max_examples=examples(500), deadline=None)
 @given(
     slots=st.sampled_from(["model", "model", *SLOTS]),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    dtype=st.sampled_from(decode.DTYPES),
     shape=st.sampled_from([(1, 1), (1, 2), (2, 1)]),
     groups=st.integers(1, 16),
     dim=st.sampled_from([16, 48, 64, 80, 128, 256]),
@@ -203,11 +200,8 @@ def test_decode_property(
 
 @pytest.mark.parametrize(
     "slots, dtype, dim, softcap, chip",
-    covering(
-        SLOTS, [torch.float32, torch.float16, torch.bfloat16], [64, 80, 128, 256, 512], [None, 5.0], ["", "90", "100"],
-        slow=(128, 512),
-    ),
-)  # fmt: skip
+    covering(SLOTS, decode.DTYPES, [64, 80, 128, 256, 512], [None, 5.0], ["", "90", "100"], slow=(128, 512)),
+)
 def test_prefill(monkeypatch, slots, dtype, dim, softcap, chip):
     """Where tiles are those of a chip with more room, and where 4 bits are decoded beforehand."""
     monkeypatch.setattr(prefill_attention, "chip_of", lambda device: chip)
@@ -247,7 +241,7 @@ def test_codes_are_read_where_compilers_manage(slots, width):
     shape=st.sampled_from([(1, 2), (2, 1), (2, 2)]),
     lengths=st.lists(st.integers(0, 90), min_size=1, max_size=4),
     gone=st.lists(st.integers(0, 9), min_size=1, max_size=4),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    dtype=st.sampled_from(decode.DTYPES),
     dim=st.sampled_from([16, 64, 80, 128, 256]),
     scores=st.sampled_from(["normal", "ties", "equal"]),
     drop=st.integers(0, 20),
@@ -318,8 +312,7 @@ def test_refusals():
     for slots in SLOTS:
         state = encoded(case.state, slots)
         state.exact.key_scales = state.exact.key_scales[:, :, :3]
-        with pytest.raises(FastKVError, match="key_scales"):
-            operations.decode_step(case.q, case.k, case.v, state, case.spec(None, 1))
+        raises("key_scales", operations.decode_step, case.q, case.k, case.v, state, case.spec(None, 1))
         state.exact.key_scales = None
         with pytest.raises(FastKVError, match=f"got slots='{slots}' without scales; use backend='reference'"):
             operations.decode_step(case.q, case.k, case.v, state, case.spec(None, 1))

@@ -16,28 +16,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastkv import FastKVError, reference
+from fastkv import reference
 from fastkv.kernels import decode_attention, operations
 from fastkv.kernels._launch import decode_programs
 from fastkv.reference import Centroids, LayerState, Moments, Recovery, Slots
 from perf.micro.states import filled
 
 from . import states
+from .models import raises
 from .pairwise import covering
-from .states import PER_SM, Workspace, assert_same, copied, launched, make_spec, make_state, num_programs
+from .states import PER_SM, Workspace, assert_same, copied, cycled, launched, make_spec, make_state, num_programs
 
 SLACK = {torch.float32: 1e-6, torch.float16: 2e-4, torch.bfloat16: 8e-3}
 DTYPES = list(SLACK)
 SCALE = 0.17
 NAN = float("nan")
-
-
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
-
-
-def cycled(numbers, batch, heads):
-    """One of the numbers per (sequence, head)."""
-    return torch.tensor([numbers[i % len(numbers)] for i in range(batch * heads)]).view(batch, heads)
 
 
 @dataclass
@@ -328,10 +322,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_is_refused(message):
-    with pytest.raises(FastKVError, match=message):
-        wrong(**REFUSED[message]).kernel()
+    raises(message, wrong(**REFUSED[message]).kernel)
 
 
 def test_wide_heads_in_float32_are_refused():
-    with pytest.raises(FastKVError, match="head_dim up to 256 in float32"):
-        Case.make(1, 1, 1, 272, 20, torch.float32, (5,), (1,)).kernel()
+    raises("head_dim up to 256 in float32", Case.make(1, 1, 1, 272, 20, torch.float32, (5,), (1,)).kernel)

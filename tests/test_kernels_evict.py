@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastkv import FastKVError, reference
+from fastkv import reference
 from fastkv.kernels import evict as module
 from fastkv.kernels import slot_signals
 from fastkv.kernels.evict import evict
@@ -21,8 +21,9 @@ from fastkv.kernels.moment_scores import moment_scores
 from fastkv.reference import Centroids, LayerState, Moments
 
 from .conftest import examples
+from .models import raises
 from .pairwise import covering
-from .states import Workspace, copied, make_spec, make_state, uninitialised_is_nan
+from .states import Workspace, copied, cycled, make_spec, make_state, uninitialised_is_nan
 
 NAN = float("nan")
 
@@ -46,10 +47,7 @@ class Case:
         def normal(*shape):
             return torch.randn(*shape, generator=source)
 
-        def cycled(numbers):
-            return torch.tensor([numbers[i % len(numbers)] for i in range(batch * heads)]).view(batch, heads)
-
-        held, gone = cycled(lengths), cycled(evicted)
+        held, gone = cycled(lengths, batch, heads), cycled(evicted, batch, heads)
         used = torch.arange(slots) < held[..., None]
         most = max(max(evicted), 1)
         inside = torch.arange(most) < gone[..., None]
@@ -173,11 +171,9 @@ def test_evict_many_before_and_outlying_means():
 
 def test_evict_refuses():
     case = Case.make(1, 1, 64, 100, torch.float32, (30,), (6,))
-    with pytest.raises(FastKVError, match="at most 64"):
-        case.kernel(20)
+    raises("at most 64", case.kernel, 20)
     case.scores = case.scores.expand(2, 1, 100)
-    with pytest.raises(FastKVError, match="scores must have shape"):
-        case.kernel(90)
+    raises("scores must have shape", case.kernel, 90)
 
 
 def check_scores(case, attention, matrix, means, scale=0.2):

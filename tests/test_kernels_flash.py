@@ -18,8 +18,6 @@ from .test_kernels_prefill import case, check
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CALL = [("flash_attn_varlen_func", 140, -1)]
-
-
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 

@@ -6,19 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkv import reference
-from fastkv.errors import FastKVError
 from fastkv.kernels.prefill_attention import prefill_attention
 from fastkv.reference import Centroids, Moments
 
 from .conftest import examples
+from .models import raises
 from .pairwise import covering
 from .states import copied, make_spec, make_state, sinks
 
 # The interpreter truncates fp32 to bf16 where the GPU rounds: weights and outputs lose up to one unit in the last
 # place.
 ATOL = {torch.float32: 2e-6, torch.float16: 2e-4, torch.bfloat16: 1.6e-2}
-
-
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 
@@ -212,12 +210,9 @@ def test_refusals_say_what_to_do():
     loose = copied(state)
     loose.exact.keys = loose.exact.keys.transpose(0, 1).contiguous().transpose(0, 1)[:, :, ::2]
     loose.exact.values, loose.exact.filled = loose.exact.values[:, :, ::2], loose.exact.keys.shape[2]
-    with pytest.raises(FastKVError, match="leading slots of a contiguous cache"):
-        prefill_attention(*block, loose, make_spec(order=1))
+    raises("leading slots of a contiguous cache", prefill_attention, *block, loose, make_spec(order=1))
     state.sink_logits = torch.zeros(3)
-    with pytest.raises(FastKVError, match="sink_logits"):
-        prefill_attention(*block, state, make_spec())
+    raises("sink_logits", prefill_attention, *block, state, make_spec())
     for dim, dtype, what in ((528, torch.float16, "up to 512"), (272, torch.float32, "up to 256 in float32")):
         block, state = case(dim=dim, dtype=dtype, num=2, slots=2)
-        with pytest.raises(FastKVError, match=f"head_dim {what}"):
-            prefill_attention(*block, state, make_spec())
+        raises(f"head_dim {what}", prefill_attention, *block, state, make_spec())

@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastkv import FastKVError, ops, reference
+from fastkv import ops, reference
 from fastkv.kernels import remember as module
 from fastkv.reference import Centroids
 
 from .conftest import examples
+from .models import raises
 from .pairwise import covering
 from .states import make_spec, make_state, uninitialised_is_nan
 
@@ -128,8 +129,7 @@ def test_means_in_bfloat16(monkeypatch, few):
     got = joined("triton", parts, tokens, 64)
     want = joined("triton", wide, tokens, 64).rounded(torch.bfloat16)
     assert got.keys.dtype == got.values.dtype == torch.bfloat16
-    for mine, theirs in zip(got.tensors(), want.tensors()):
-        assert torch.equal(mine, theirs)
+    assert all(map(torch.equal, got.tensors(), want.tensors()))
     plain = joined("reference", parts, tokens, 64)
     assert torch.equal(got.count, plain.count)
     for mine, theirs in ((got.keys, plain.keys), (got.values, plain.values)):
@@ -153,8 +153,7 @@ def test_equal_costs_go_to_the_older(most):
     every = torch.ones(1, 12, 16, dtype=torch.bool)
     parts, tokens = Centroids.empty(1, 12, 12, 16, 16), (keys, values, places, every, ~every)
     want, got = joined("reference", parts, tokens, most), joined("triton", parts, tokens, most)
-    for mine, theirs in zip(got.tensors(), want.tensors()):
-        assert torch.equal(mine, theirs)
+    assert all(map(torch.equal, got.tensors(), want.tensors()))
 
 
 @pytest.mark.parametrize("most", [30, 65], ids=["while decoding", "of a prompt"])
@@ -176,13 +175,10 @@ def test_rows_of_a_block_lie_anywhere():
     for most in (20, 70):
         want = joined("triton", parts, (*tokens[:2], places.contiguous(), *tokens[3:]), most)
         got = joined("triton", parts, (*apart, places, *tokens[3:]), most)
-        for one, other in zip(got.tensors(), want.tensors()):
-            assert torch.equal(one, other)
+        assert all(map(torch.equal, got.tensors(), want.tensors()))
 
 
 def test_what_does_not_fit_is_refused():
     tokens = candidates(1, 2, 30, 32, (20, 9))
-    with pytest.raises(FastKVError, match=r"centroids\.keys must have shape"):
-        joined("triton", parts_of(1, 2, 5, 16, 9), tokens, 20)
-    with pytest.raises(FastKVError, match="kept must have shape"):
-        joined("triton", parts_of(1, 2, 5, 32, 9), (*tokens[:4], tokens[4][..., :29]), 20)
+    raises(r"centroids\.keys must have shape", joined, "triton", parts_of(1, 2, 5, 16, 9), tokens, 20)
+    raises("kept must have shape", joined, "triton", parts_of(1, 2, 5, 32, 9), (*tokens[:4], tokens[4][..., :29]), 20)

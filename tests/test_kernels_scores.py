@@ -21,6 +21,7 @@ from fastkv.reference import geometry
 from fastkv.rotary import Rotary
 
 from .conftest import examples
+from .models import raises
 from .pairwise import covering, named
 from .states import sinks
 
@@ -137,9 +138,8 @@ def ahead(batch=2, heads=2, groups=2, num=45, dim=64, dtype=torch.float32, kind=
     positions = valid.cumsum(-1).int() - 1
     given = {"positions": positions, "valid": valid, "rotary": rotary(dim, turned), "horizon": 70, "sinks": 2}
     asked = valid[:, :1, -asking:] & (positions[:, :1, -asking:] >= 2)
-    mean, covariance, count = expected_attention.queries_ahead(
-        hide(queries, asked.expand(-1, heads * groups, -1)), **given
-    )
+    known = hide(queries, asked.expand(-1, heads * groups, -1))
+    mean, covariance, count = expected_attention.queries_ahead(known, **given)
     assert torch.equal(count, asked.sum(-1, keepdim=True))
     close(mean, lambda to: reference.queries_ahead(queries.to(to), **given)[0], 3e-6)
     close(covariance, lambda to: reference.queries_ahead(queries.to(to), **given)[1], 3e-6)
@@ -490,8 +490,7 @@ def test_who_is_not_asked_has_no_say():
 )
 def test_what_is_refused(match, kernel, given):
     dim = len(given.get("sketch", range(16)))
-    with pytest.raises(FastKVError, match=match):
-        kernel(keys=tokens(1, 1, 4, dim, torch.float16 if dim == 512 else torch.float32), **given)
+    raises(match, kernel, keys=tokens(1, 1, 4, dim, torch.float16 if dim == 512 else torch.float32), **given)
 
 
 def test_z_scores_refuse_a_mask_of_another_shape():

@@ -18,8 +18,6 @@ from .states import copied, encoded, in_pages, make_spec, make_state
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NAN = float("nan")
-
-
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 
@@ -57,37 +55,31 @@ def make_scores(kind, shape, generator):
     return scores
 
 
+def candidates(kind, *shape):
+    """Scores and positions of candidates, and which are valid and protected."""
+    generator = torch.Generator().manual_seed(shape[-1])
+    scores, positions = make_scores(kind, shape, generator), shuffled_positions(shape, generator)
+    return scores, positions, *(torch.rand(shape, generator=generator) > share for share in (0.2, 0.8))
+
+
 @pytest.mark.parametrize("num,kind", covering([1, 7, 129, 1300], KINDS, together=1))
 def test_select_is_exact(kind, num):
-    generator = torch.Generator().manual_seed(num)
-    shape = (2, 2, num)
-    scores, positions = make_scores(kind, shape, generator), shuffled_positions(shape, generator)
-    valid = torch.rand(shape, generator=generator) > 0.2
-    valid[0, 1] = False  # an empty head
-    protected = torch.rand(shape, generator=generator) > 0.8
+    given = candidates(kind, 2, 2, num)
+    given[2][0, 1] = False  # an empty head
     for tokens in {0, 1, num // 3, num, num + 5}:
-        check_select(scores, positions, valid, protected, tokens)
+        check_select(*given, tokens)
 
 
 @pytest.mark.parametrize("num", [7, 129])
 def test_select_of_heads_that_keep_their_own_number(num):
-    generator = torch.Generator().manual_seed(num)
-    shape = (2, 3, num)
-    scores, positions = make_scores("ties", shape, generator), shuffled_positions(shape, generator)
-    valid, protected = torch.rand(shape, generator=generator) > 0.2, torch.rand(shape, generator=generator) > 0.8
-    check_select(scores, positions, valid, protected, torch.tensor([[0, 1, num // 3], [num // 2, num, num + 5]]))
+    check_select(*candidates("ties", 2, 3, num), torch.tensor([[0, 1, num // 3], [num // 2, num, num + 5]]))
 
 
 @pytest.mark.parametrize("kind", [named(kind, slow=kind != "ties") for kind in KINDS])
 def test_select_looped_over_chunks_is_exact(kind, monkeypatch):
     monkeypatch.setattr(select_module, "WARPS", {"": {1024: 4}})
-    generator = torch.Generator().manual_seed(0)
-    shape = (1, 2, 2500)
-    valid, protected = torch.rand(shape, generator=generator) > 0.2, torch.rand(shape, generator=generator) > 0.8
     for tokens in (3, 400, 1000, 2400):
-        check_select(
-            make_scores(kind, shape, generator), shuffled_positions(shape, generator), valid, protected, tokens
-        )
+        check_select(*candidates(kind, 1, 2, 2500), tokens)
 
 
 @pytest.mark.parametrize("tokens", [3, 20, 60])

@@ -32,13 +32,9 @@ def logits(model, ids, mask, **options):
 
 
 POLICIES = ["momentkv", "keydiff", "compactor", "h2o", "tova", "kvzip", "fastkv"]
-
-
 CORRECTIONS = ["none", "mean", "moments", "centroids"]
 # The scores of MomentKV need its moments.
-PAIRS = covering(
-    POLICIES, CORRECTIONS, together=1, where=lambda name, correction: name != "momentkv" or correction == "moments"
-)
+PAIRS = covering(POLICIES, CORRECTIONS, together=1, where=lambda name, one: name != "momentkv" or one == "moments")
 
 
 @pytest.mark.parametrize("name,correction", PAIRS)
@@ -104,8 +100,7 @@ def test_absorption_is_the_same_attention():
     key, value = modules.unexpanded(module, *drawn)
     out = (modules.absorbed(module, query) @ key.mT).softmax(-1) @ value
     torch.testing.assert_close(modules.lifted(module, out), wanted, atol=1e-12, rtol=0)
-    for found, expected in zip(modules.expanded(module, key, value), (keys, values)):
-        assert torch.equal(found, expected)
+    assert all(map(torch.equal, modules.expanded(module, key, value), (keys, values)))
 
 
 @pytest.mark.parametrize("correction", ["none", "moments", "centroids"])
@@ -131,8 +126,7 @@ def test_slots_of_latents_attend_and_evict_as_slots_of_pairs(correction):
         again = ops.prefill_attention(block, block[:, :1], block[:, :1, :, :7], real, state, spec)
         held = [state.exact[name][:, :, :6] for name in ("keys", "values", "positions")]
         results.append([*out, *again, *held, state.moments.key_mean, state.moments.cross])
-    for one, other in zip(*results):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*results)
 
 
 def refused(model, match, *args, **options):
@@ -143,9 +137,8 @@ def refused(model, match, *args, **options):
 
 def test_settings_that_need_keys_and_values_of_heads_are_refused():
     model = build("deepseek_v3")
-    refused(
-        model, "read values from slots of their own, not out of latents .* use backend='reference'", backend="triton"
-    )
+    said = "read values from slots of their own, not out of latents .* use backend='reference'"
+    refused(model, said, backend="triton")
     refused(model, "'vector' recovers values from keys, .* caches latents", "keydiff", correction="vector")
     refused(model, "'criticalkv' reads values .* would have to expand", "criticalkv")
     with pytest.raises(FastKVError, match=r"not out of latents .* use backend='reference'"):

@@ -22,6 +22,7 @@ from fastkv.lab.cli import build_parser, main
 from fastkv.lab.common import FULL, to_budget
 from fastkv.lab.harness import FastKVLM, load_tasks, metadata_of, run, scores_of, table_of
 
+from .models import raises
 from .test_ruler import toy_bpe
 from .toy import MODEL, MODEL_DIR, generate, load
 
@@ -159,9 +160,7 @@ def test_prefix_drops_the_beginning_of_what_is_too_long(stock, compressed, monke
     for lm in (stock, compressed):
         monkeypatch.setattr(lm, "_max_length", 80)
     compressed.set_cache("momentkv", LARGE)
-    assert_same(
-        compressed.loglikelihood(requests(), disable_tqdm=True), stock.loglikelihood(requests(), disable_tqdm=True)
-    )
+    assert_same(*(lm.loglikelihood(requests(), disable_tqdm=True) for lm in (compressed, stock)))
 
 
 def test_a_question_comes_later_where_the_task_says_what_it_is(compressed, stock):
@@ -189,8 +188,7 @@ def test_a_question_comes_later_where_the_task_says_what_it_is(compressed, stock
         with pytest.raises(FastKVError, match=r"prompts end with the question .* choose question 'seen'"):
             asked(doc, cache=("snapkv", 64), question="later")
     compressed.set_cache("snapkv", 64, question="later")
-    with pytest.raises(FastKVError, match="answers are generated"):
-        compressed.loglikelihood(requests(), disable_tqdm=True)
+    raises("answers are generated", compressed.loglikelihood, requests(), disable_tqdm=True)
 
 
 def test_a_budget_that_follows_the_prompt_is_not_shared_by_a_batch(compressed):
@@ -224,8 +222,7 @@ def test_bytes_are_those_of_the_largest_sequence(compressed):
 )
 def test_refused_settings_leave_the_cache_as_it_was(compressed, settings, message):
     compressed.set_cache("keydiff", 64)
-    with pytest.raises(FastKVError, match=message):
-        compressed.set_cache("snapkv", 48, **settings)
+    raises(message, compressed.set_cache, "snapkv", 48, **settings)
     assert fastkv.FastKVCache(compressed.patched).config.policy.name == "keydiff"
 
 
@@ -240,10 +237,8 @@ def test_budgets_of_a_command_line():
     assert to_budget("keep=0.25", sinks=2) == Budget(keep=0.25, sinks=2)
     assert to_budget("bytes=2000000") == Budget(bytes=2_000_000)
     for value in ("half", "share=0.5", "keep=", "2.5"):
-        with pytest.raises(FastKVError, match="budget must be a number of tokens, 16x or one of"):
-            to_budget(value)
-    with pytest.raises(FastKVError, match="keep must be in"):
-        to_budget("keep=2.0")
+        raises("budget must be a number of tokens, 16x or one of", to_budget, value)
+    raises("keep must be in", to_budget, "keep=2.0")
 
 
 def test_the_command_needs_the_harness(monkeypatch, capsys):
@@ -311,8 +306,7 @@ def test_command_evaluates_resumes_and_refuses_a_mix(tasks, tmp_path, capsys):
     assert again[:2] == rows[:2]
     assert {**again[2], "seconds": 0} == {**rows[2], "seconds": 0}
     assert "full is known already" in capsys.readouterr().out
-    with pytest.raises(FastKVError, match=r"was written with limit None, this run has 2\.0"):
-        evaluated(*command, "--limit", "2")
+    raises(r"was written with limit None, this run has 2\.0", evaluated, *command, "--limit", "2")
 
 
 @pytest.mark.slow
@@ -350,8 +344,7 @@ def test_accelerate_launch_equals_one_process(tasks, tmp_path):
     ids=["policy", "budget", "small", "moments", "combination", "stream", "model"],
 )
 def test_command_refuses_before_it_evaluates(tasks, tmp_path, change, message):
-    with pytest.raises(FastKVError, match=message):
-        evaluated("--tasks", tasks, "--out", str(tmp_path / "out"), *change)
+    raises(message, evaluated, "--tasks", tasks, "--out", str(tmp_path / "out"), *change)
     assert not list((tmp_path / "out").glob("*.json"))
 
 
@@ -386,10 +379,8 @@ def test_what_a_task_needs_is_said(tmp_path):
     (tmp_path / "code.py").write_text("import no_such_package\n")
     file = tmp_path / "coded.yaml"
     file.write_text("task: coded\ncustom_dataset: !function code.load\ntest_split: test\n")
-    with pytest.raises(FastKVError, match=r"task .*coded\.yaml cannot be loaded .*no_such_package"):
-        load_tasks([str(file)], None, {})
-    with pytest.raises(FastKVError, match="knows no task 'fastkv_nothing'"):
-        load_tasks(["fastkv_nothing"], None, {})
+    raises(r"task .*coded\.yaml cannot be loaded .*no_such_package", load_tasks, [str(file)], None, {})
+    raises("knows no task 'fastkv_nothing'", load_tasks, ["fastkv_nothing"], None, {})
 
 
 def test_metadata_is_the_harness_own():
@@ -399,8 +390,7 @@ def test_metadata_is_the_harness_own():
         "num_samples": 3,
         "haystack": "a/b.txt",
     }
-    with pytest.raises(FastKVError, match="metadata must be K=V, got \\['many'\\]"):
-        metadata_of(["many"])
+    raises("metadata must be K=V, got \\['many'\\]", metadata_of, ["many"])
 
 
 @pytest.fixture

@@ -54,9 +54,7 @@ def test_images_in_both_turns_and_rows_that_are_padded(name, block):
     ids = torch.cat([rows[0], torch.cat([torch.zeros(1, pad, dtype=torch.long), rows[1]], 1)])
     mask = torch.ones_like(ids)
     mask[1, :pad] = 0
-    given = {
-        key: torch.cat([value, value.flip(-1) if value.is_floating_point() else value]) for key, value in given.items()
-    }
+    given = {key: torch.cat([one, one.flip(-1) if one.is_floating_point() else one]) for key, one in given.items()}
     both = {"input_ids": ids, "attention_mask": mask, **types(name, ids), **given}
     want, (steps, _) = model(**both).logits, generated(model, both)
     patch(model, prefill_block=block)
@@ -72,8 +70,7 @@ def test_tokens_of_an_image_see_each_other_beside_a_past():
     assert (model(**causal).logits - want).abs().max() > 0.1
     patch(model)
     head, total = 10, given["input_ids"].shape[1]
-    cache = fastkv.FastKVCache(model)
-    model(given["input_ids"][:, :head], past_key_values=cache)
+    cache = model(given["input_ids"][:, :head]).past_key_values
     rest = given | {"input_ids": given["input_ids"][:, head:]}
     assert total - head > 4
     close(model(**rest, past_key_values=cache).logits, want[:, head:])
@@ -97,16 +94,14 @@ def test_masks_of_the_whole_prompt_are_not_made_for_blocks(monkeypatch):
     """They would grow with the square of the prompt."""
     model, given = build("gemma3"), prompt("gemma3")
     patch(model, prefill_block=8)
-    decoder, widest = type(model.model.language_model), []
-    stock = decoder.forward
+    decoder, widest = model.model.language_model, []
+    stock = type(decoder).forward
 
     def forward(self, *args, attention_mask=None, **kwargs):
         widest.extend(mask.shape[-1] * mask.shape[-2] for mask in attention_mask.values() if mask is not None)
         return stock(self, *args, attention_mask=attention_mask, **kwargs)
 
-    monkeypatch.setattr(
-        model.model.language_model, "_fastkv_decoder_forward", forward.__get__(model.model.language_model)
-    )
+    monkeypatch.setattr(decoder, "_fastkv_decoder_forward", forward.__get__(decoder))
     model(**given)
     assert max(widest) <= 8 * (8 + 7)
 

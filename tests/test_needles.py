@@ -7,11 +7,11 @@ import pytest
 from rich.console import Console
 
 import fastkv
-from fastkv import FastKVError
 from fastkv.lab import needles
 from fastkv.lab.cli import build_parser
 from fastkv.lab.needles import table_of
 
+from .models import raises
 from .pairwise import named
 from .toy import MODEL, MODEL_DIR, load, placed
 
@@ -67,8 +67,7 @@ def test_it_compares_keeps_and_resumes(question, tmp_path, monkeypatch, toy_need
     monkeypatch.setattr(needles, "grid", lambda *args, **how: measured.append(args) or before(*args, **how))
     again, _ = asked(*command)
     assert len(measured) == 1 and again == rows
-    with pytest.raises(FastKVError, match=r"was written with samples 2, this run has 3; choose another --out"):
-        asked(*command, "--samples", 3)
+    raises(r"was written with samples 2, this run has 3; choose another --out", asked, *command, "--samples", 3)
 
 
 @pytest.mark.parametrize(
@@ -80,27 +79,14 @@ def test_it_compares_keeps_and_resumes(question, tmp_path, monkeypatch, toy_need
         (["--policies", "nonsense"], "unknown policy 'nonsense'"),
         (["--budgets", "8"], "smaller than sinks"),
         (["--model", str(MODEL_DIR.parent)], "cannot load a model"),
+        (["--lengths", "600", "--budgets", "64", "--policies", "momentkv"], "leaves 30 tokens"),
+        (["--lengths", "600", "--correction", "some"], "correction must be one of"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_refusals_come_before_anything_slow(arguments, message, tmp_path, monkeypatch):
     monkeypatch.setattr(needles, "grid", None)
-    with pytest.raises(FastKVError, match=message):
-        asked(*QUICK, "--out", tmp_path, *arguments)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "arguments,message",
-    [
-        (["--budgets", "64", "--policies", "momentkv"], "leaves 30 tokens"),
-        (["--correction", "some"], "correction must be one of"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_cache_that_is_refused_is_refused_before_anything_slow(arguments, message, tmp_path, toy_needles):
-    with pytest.raises(FastKVError, match=message):
-        asked(*QUICK, "--out", tmp_path, *arguments)
+    raises(message, asked, *QUICK, "--out", tmp_path, *arguments)
     assert not list(tmp_path.iterdir())
 
 

@@ -87,9 +87,7 @@ def test_a_step_neither_waits_nor_copies(name, correction, heads, tmp_path):
     assert not crossings.found
 
 
-@pytest.mark.parametrize(
-    "name,heads", covering(["keydiff", "momentkv", "h2o", "noncausal"], ["uniform", "adaptive", "calibrated"])
-)
+@pytest.mark.parametrize("name,heads", covering(["keydiff", "momentkv", "h2o", "noncausal"], [*HEADS, "calibrated"]))
 def test_nor_do_pages(name, heads, monkeypatch):
     """Of a serving engine: when one is cleared, a prompt is read into it, and sequences decode and evict."""
     budget = calibrated(1.5, 0.5)

@@ -13,7 +13,7 @@ from fastkv.reference import Centroids, LayerState, Moments, Recovery, Slots
 from fastkv.rotary import Rotary
 from perf.micro.states import filled
 
-from .models import build, generate, prompt
+from .models import build, generate, prompt, raises
 from .pairwise import covering, named
 from .states import BACKENDS, assert_same, copied, encoded, make_spec
 
@@ -212,9 +212,7 @@ CASES = {  # the name of the operator, and what is special about the case
     "evict": lambda b: shrink(layer(), b, randn(B, HKV, C)),
     "evict what is chosen": lambda b: shrink(layer(), b, randn(B, HKV, C), True),
     "evict from unequal heads": lambda b: shrink(layer(ragged=True), b, randn(B, HKV, 9)),
-    "select": lambda b: case(
-        randn(B, HKV, C), *candidates(), torch.zeros(B, HKV, C, dtype=torch.bool), 4, backend=b
-    ),
+    "select": lambda b: case(randn(B, HKV, C), *candidates(), torch.zeros(B, HKV, C, dtype=torch.bool), 4, backend=b),
     "keydiff_scores": lambda b: case(randn(B, HKV, C, D), mask=candidates()[1], backend=b),
     "keydiff_scores before the rotary embedding": lambda b: case(
         randn(B, HKV, C, D), mask=candidates()[1], positions=candidates()[0], rotary=Rotary(torch.ones(2), 1.2),
@@ -237,9 +235,7 @@ CASES = {  # the name of the operator, and what is special about the case
         randn(B, HKV * G, T, D), randn(B, HKV, C, D), 0.3, valid=candidates()[1],
         asked=torch.ones(B, T, dtype=torch.bool), sink_logits=randn(HKV * G), backend=b,
     ),
-    "most_attended": lambda b: case(
-        randn(B, HKV * G, T, D), randn(B, HKV, C, D), randn(B, HKV * G, T), 0.3, backend=b
-    ),
+    "most_attended": lambda b: case(randn(B, HKV * G, T, D), randn(B, HKV, C, D), randn(B, HKV * G, T), 0.3, backend=b),
     "observed_attention": lambda b: case(
         randn(B, HKV * G, T, D), randn(B, HKV, C, D), 0.3, **QUERIES, valid=candidates()[1],
         query_valid=torch.ones(B, T, dtype=torch.bool), log_mass=randn(B, HKV * G, T), backend=b,
@@ -383,8 +379,7 @@ def test_decode_attention_backends_agree(order, softcap):
     [("fastkv", None), *(named(name, block, slow=True) for name, block in (("momentkv", 16), ("snapkv", None)))],
 )
 def test_a_model_decodes_the_same_tokens_on_every_backend(policy, block):
-    model = build(num_hidden_layers=1)
-    ids, mask = prompt(2, 36, (0, 7))
+    model, (ids, mask) = build(num_hidden_layers=1), prompt(2, 36, (0, 7))
     small = fastkv.Budget(tokens=20, sinks=2, recent=4)
     runs = []
     for backend in BACKENDS:
@@ -400,7 +395,5 @@ def test_a_model_decodes_the_same_tokens_on_every_backend(policy, block):
 
 
 def test_sizes_without_a_kernel_are_refused():
-    with pytest.raises(fastkv.FastKVError, match="multiple of 16"):
-        fastkv.patch(build(head_dim=12), budget=64, backend="triton")
-    with pytest.raises(fastkv.FastKVError, match="evict_every may be at most 64"):
-        fastkv.patch(build(), budget=64, evict_every=65, backend="triton")
+    raises("multiple of 16", fastkv.patch, build(head_dim=12), budget=64, backend="triton")
+    raises("evict_every may be at most 64", fastkv.patch, build(), budget=64, evict_every=65, backend="triton")

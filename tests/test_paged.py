@@ -55,9 +55,8 @@ def alone(config, prompt, steps):
     blocks = [slice(at, at + BLOCK) for at in range(0, k.shape[2], BLOCK)]
     out = [cache.read(q[:, :, own], k[:, :, own], v[:, :, own], valid[:, own]) for own in blocks]
     q, k, v = steps
-    return torch.cat(out, 2), torch.cat(
-        [cache.step(*(part[:, :, [i]] for part in steps)) for i in range(q.shape[2])], 2
-    )
+    after = [cache.step(*(part[:, :, [i]] for part in steps)) for i in range(q.shape[2])]
+    return torch.cat(out, 2), torch.cat(after, 2)
 
 
 def read_blocks(layer, rows, before, blocks):
@@ -67,9 +66,7 @@ def read_blocks(layer, rows, before, blocks):
     """
     layer.clear(torch.tensor([row for row, done in zip(rows, before) if not done], dtype=torch.int64))
     gap = torch.full((1, HQ, 1, DIM), float("nan"))
-    parts = [
-        [one for i in range(len(rows)) for one in (gap[:, : blocks[i][n].shape[1]], blocks[i][n])] for n in range(3)
-    ]
+    parts = [[t for i in range(len(rows)) for t in (gap[:, : blocks[i][n].shape[1]], blocks[i][n])] for n in range(3)]
     flat = [torch.cat(part, 2)[0].transpose(0, 1).contiguous() for part in parts]
     lengths = [q.shape[2] for q, _, _ in blocks]
     starts = [1 + i + sum(lengths[:i]) for i in range(len(rows))]
@@ -93,6 +90,7 @@ def step(layer, rows, steps, at, due=()):
     return layer.step(torch.tensor(rows), q, k, v)
 
 
+ADAPTIVE = Budget(tokens=12, sinks=2, recent=2, heads="adaptive")
 CASES = {
     "keydiff": ("keydiff", "auto"),
     "centroids": ("snapkv", "centroids"),
@@ -101,11 +99,9 @@ CASES = {
     "triton": ("snapkv", "centroids", 12, "triton"),
     "remembers": ("noncausal", "centroids"),
     "remembers, triton": ("noncausal", "centroids", 12, "triton"),
-    "remembers, triton, adaptive": (
-        "noncausal", "none", Budget(tokens=12, sinks=2, recent=2, heads="adaptive"), "triton",
-    ),
-    "remembers, adaptive": ("noncausal", "none", Budget(tokens=12, sinks=2, recent=2, heads="adaptive")),
-    "adaptive": ("snapkv", "mean", Budget(tokens=12, sinks=2, recent=2, heads="adaptive")),
+    "remembers, triton, adaptive": ("noncausal", "none", ADAPTIVE, "triton"),
+    "remembers, adaptive": ("noncausal", "none", ADAPTIVE),
+    "adaptive": ("snapkv", "mean", ADAPTIVE),
     "calibrated": ("keydiff", "auto", calibrated(1.5, 0.5)),
     "calibrated centroids": ("snapkv", "centroids", calibrated(0.4, 1.6)),
     "calibrated, triton": ("snapkv", "centroids", calibrated(0.4, 1.6), "triton"),
@@ -113,7 +109,7 @@ CASES = {
     "int8": ("snapkv", "centroids", 12, "auto", "int8"),
     "fp8": ("momentkv", "auto", 12, "reference", "fp8"),
     "int4": ("keydiff", "auto", 12, "auto", "int4"),
-    "int4 and adaptive": ("snapkv", "mean", Budget(tokens=12, sinks=2, recent=2, heads="adaptive"), "auto", "int4"),
+    "int4 and adaptive": ("snapkv", "mean", ADAPTIVE, "auto", "int4"),
 }  # fmt: skip
 
 PLAIN = {  # the interpreter is slow

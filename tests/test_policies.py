@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from fastkv import FastKVError, policies
+from fastkv import policies
 from fastkv.policies import H2O, CriticalKV, DuoAttention, KVzip, MomentKV, PyramidKV, TriAttention
 
 from .models import raises
@@ -83,9 +83,7 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name, hyper, match", [(name, *case) for name, cases in REFUSED.items() for case in cases], ids=str
-)
+@pytest.mark.parametrize("name,hyper,match", [(name, *one) for name, some in REFUSED.items() for one in some], ids=str)
 def test_what_is_refused(name, hyper, match):
     raises(match, policies.get, name, **hyper)
 
@@ -113,5 +111,4 @@ def test_criticalkv_passes_on_what_its_base_asks_for():
     assert CriticalKV(base="fastkv-reread").needs == {"queries", "memory", "rotary", "output"}
     on_tri = CriticalKV(base=TriAttention(calibration="some.safetensors"))
     assert on_tri.calibration == "some.safetensors" and "query_statistics" in on_tri.needs
-    with pytest.raises(FastKVError, match="needs the pattern file"):
-        CriticalKV(base=DuoAttention()).shares.heads.check([2, 2])
+    raises("needs the pattern file", CriticalKV(base=DuoAttention()).shares.heads.check, [2, 2])

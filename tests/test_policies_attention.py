@@ -11,12 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastkv import FastKVError, ops
+from fastkv import ops
 from fastkv.policies import H2O, TOVA, CriticalKV, DuoAttention, KVzip, MomentKV, PyramidKV, SnapKV
 from fastkv.reference import Moments, most_attended, output_norms
 from fastkv.reference import attention as kvzip
 from fastkv.reference import scores as output
 
+from .models import raises
 from .states import changed, make_signals, randn
 from .test_policies_geometry import scored
 
@@ -44,20 +45,11 @@ def make(num=13, seed=0, **changes):
     order[0, 0] = torch.arange(num)
     attention, memory = randn(2, B, HEADS, num, seed=seed + 3).softmax(-1)
     made = make_signals(
-        keys=keys[:, :, :num],
-        values=values[:, :, :num],
-        positions=order.int(),
-        valid=torch.ones(B, HEADS, num, dtype=torch.bool),
+        SCALE, keys=keys[:, :, :num], values=values[:, :, :num], positions=order.int(),
+        valid=torch.ones(B, HEADS, num, dtype=torch.bool), tokens=6, attention=attention, memory=memory,
         moments=Moments.empty(B, HEADS, DIM, DIM, dtype=F64).add(keys[:, :, num:], values[:, :, num:]),
-        scale=SCALE,
-        layer=0,
-        decoding=False,
-        tokens=6,
-        attention=attention,
-        queried=torch.full((B, 1, 1), 7.0),
-        output=randn(HIDDEN, HEADS * GROUP, DIM, seed=seed + 4),
-        memory=memory,
-    )
+        queried=torch.full((B, 1, 1), 7.0), output=randn(HIDDEN, HEADS * GROUP, DIM, seed=seed + 4),
+    )  # fmt: skip
     return changed(made, **changes)
 
 
@@ -307,8 +299,7 @@ def pattern(tmp_path):
 )
 def test_duoattention_says_what_is_wrong_with_a_pattern(pattern, tmp_path, text, match):
     path = "" if text is None else tmp_path / "nowhere.tsv" if text == "missing" else pattern(text)
-    with pytest.raises(FastKVError, match=match):
-        DuoAttention(pattern=path).check([2, 2])
+    raises(match, DuoAttention(pattern=path).check, [2, 2])
 
 
 def test_duoattention_reads_its_pattern_once(pattern):

@@ -114,17 +114,6 @@ def brute_kept(scores, signals, tokens):
     return sets
 
 
-def brute(policy, signals):
-    """[B, Hkv, N] float64, 0 where not valid."""
-    out = torch.zeros(signals.valid.shape, dtype=F64)
-    for b, h in itertools.product(*map(range, out.shape[:2])):
-        index = [i for i in range(out.shape[2]) if signals.valid[b, h, i]]
-        index.sort(key=lambda i: int(signals.positions[b, h, i]))
-        if index:
-            out[b, h, index] = brute_head(policy, signals, b, h, index)
-    return out
-
-
 def brute_head(policy, signals, b, h, index):
     """Scores of the tokens `index` of one head, in order of position."""
     keys = signals.keys[b, h, index].double()
@@ -139,6 +128,17 @@ def brute_head(policy, signals, b, h, index):
         return mass
     other = brute_leverage(keys, signals.positions[b, h, index].double(), policy)
     return brute_z(mass) + policy.blend * brute_z(other)
+
+
+def brute(policy, signals, of_head=brute_head):
+    """[B, Hkv, N] float64, 0 where not valid; of_head: scores of the tokens of one head, in order of position."""
+    out = torch.zeros(signals.valid.shape, dtype=F64)
+    for b, h in itertools.product(*map(range, out.shape[:2])):
+        index = [i for i in range(out.shape[2]) if signals.valid[b, h, i]]
+        index.sort(key=lambda i: int(signals.positions[b, h, i]))
+        if index:
+            out[b, h, index] = torch.as_tensor(of_head(policy, signals, b, h, index), dtype=F64)
+    return out
 
 
 def brute_manifold(keys, window, metric):

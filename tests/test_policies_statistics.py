@@ -18,7 +18,7 @@ from fastkv.rotary import Rotary
 
 from .pairwise import named
 from .states import changed
-from .test_policies_geometry import DIM, F64, FREQUENCIES, NAN, made, randn, scored
+from .test_policies_geometry import DIM, F64, FREQUENCIES, NAN, both_times, brute, made, randn, scored
 
 HEADS, GROUP, TOKENS = 2, 2, 12
 POLICIES = {
@@ -34,7 +34,6 @@ POLICIES = {
     "triattention near": TriAttention(horizon=40),
 }
 each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-both_times = pytest.mark.parametrize("decoding", [False, True], ids=["prompt", "decode"])
 
 
 def signals_of(decoding=False, seed=0, tokens=TOKENS, **options):
@@ -44,25 +43,9 @@ def signals_of(decoding=False, seed=0, tokens=TOKENS, **options):
     attention = randn(*signals.valid.shape, seed=seed + 6).softmax(-1)
     mean = randn(HEADS * GROUP, DIM, seed=seed + 7)
     excess = randn(HEADS * GROUP, DIM // 2, seed=seed + 8).abs()
-    return changed(
-        signals,
-        keys=signals.keys + alike,
-        tokens=tokens,
-        attention=torch.where(signals.valid, attention, NAN),
-        query_statistics=policies.QueryStatistics(mean.float(), excess.float()),
-    )
-
-
-def brute(policy, signals):
-    """[B, Hkv, N] float64, 0 where not valid."""
-    out = torch.zeros(signals.valid.shape, dtype=F64)
-    rule = {LagKV: brute_lag, RKV: brute_redundancy, ExpectedAttention: brute_expected}
-    rule |= {FastKV: brute_fastkv, TriAttention: brute_tri}
-    for b, h in itertools.product(*map(range, out.shape[:2])):
-        index = [i for i in range(out.shape[2]) if signals.valid[b, h, i]]
-        index.sort(key=lambda i: int(signals.positions[b, h, i]))
-        out[b, h, index] = torch.tensor(rule[type(policy)](policy, signals, b, h, index), dtype=F64)
-    return out
+    known = policies.QueryStatistics(mean.float(), excess.float())
+    attention = torch.where(signals.valid, attention, NAN)
+    return changed(signals, keys=signals.keys + alike, tokens=tokens, attention=attention, query_statistics=known)
 
 
 def softmax(numbers):
@@ -198,6 +181,10 @@ def brute_tri(policy, signals, b, h, index):
     return [best[i] for i in index]
 
 
+RULES = {LagKV: brute_lag, RKV: brute_redundancy, ExpectedAttention: brute_expected, FastKV: brute_fastkv}
+RULES |= {TriAttention: brute_tri}
+
+
 @both_times
 @each_policy
 @pytest.mark.parametrize("seed", [0, named(1, slow=True), named(2, slow=True)])
@@ -205,7 +192,7 @@ def test_the_equation(policy, decoding, seed):
     signals = signals_of(decoding, seed, new=11 + 7 * seed)
     scores = scored(policy, signals)
     assert scores.shape == signals.valid.shape
-    found, expected = torch.where(signals.valid, scores, 0).double(), brute(policy, signals)
+    found, expected = torch.where(signals.valid, scores, 0).double(), brute(policy, signals, RULES[type(policy)])
     far = isinstance(policy, TriAttention) and policy.horizon > 1000  # angles of 10^4 radians, in float32
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-3 if far else 1e-6)
 
@@ -263,15 +250,14 @@ def test_a_block_without_queries_of_its_own_changes_nothing():
     assert not torch.equal(remembered[0], signals.memory[0])
 
 
-@pytest.mark.parametrize(
-    "rotary",
-    [
-        Rotary(FREQUENCIES[DIM]),
-        Rotary(FREQUENCIES[DIM], scaling=1.3, interleaved=True),
-        Rotary(FREQUENCIES[DIM][:2], scaling=0.7, start=-4),
-    ],
-    ids=["halves", "interleaved", "part"],
-)
+ROTARIES = {
+    "halves": Rotary(FREQUENCIES[DIM]),
+    "interleaved": Rotary(FREQUENCIES[DIM], scaling=1.3, interleaved=True),
+    "part": Rotary(FREQUENCIES[DIM][:2], scaling=0.7, start=-4),
+}
+
+
+@pytest.mark.parametrize("rotary", ROTARIES.values(), ids=ROTARIES)
 def test_vectors_are_turned_ahead(rotary):
     vectors, positions = randn(2, 3, 5, DIM).float(), torch.randint(100, (2, 1, 5))
     there = rotary.ahead(vectors, positions, torch.zeros(1, dtype=torch.int64))

@@ -84,8 +84,7 @@ OTHERS = [name for name in NAMES if name != "momentkv"]  # whose scores need no 
     "name,correction", [*product(["momentkv"], CORRECTIONS), *covering(OTHERS, CORRECTIONS, together=1, slow=FOLLOWERS)]
 )
 def test_every_correction_conserves(name, correction, tmp_path):
-    model = build()
-    ids, mask = prompt()
+    model, (ids, mask) = build(), prompt()
     fastkv.patch(model, policy(name, tmp_path), small(), correction=correction, evict_every=1)
     cache = generate(model, ids, mask, new=20, return_dict_in_generate=True).past_key_values
     check(cache, mask.sum(-1) + 19, every=1)
@@ -96,9 +95,7 @@ def test_every_correction_conserves(name, correction, tmp_path):
 
 @pytest.mark.parametrize(
     "name,block",
-    covering(
-        ADAPTIVE, [None, 16], together=1, where=lambda name, block: not block or name in IN_BLOCKS, slow=FOLLOWERS
-    ),
+    covering(ADAPTIVE, [None, 16], together=1, where=lambda name, b: not b or name in IN_BLOCKS, slow=FOLLOWERS),
 )
 def test_adaptive_heads(name, block, tmp_path):
     adaptive = two_turns(build(), policy(name, tmp_path), small(heads="adaptive"), block)
@@ -112,8 +109,7 @@ def test_adaptive_heads(name, block, tmp_path):
 
 
 def test_adaptive_heads_are_unequal_and_share_the_total():
-    model = build()
-    ids, _ = prompt(3, 50, (0, 0, 0))
+    model, (ids, _) = build(), prompt(3, 50, (0, 0, 0))
     fastkv.patch(model, "snapkv", small(heads="adaptive"), evict_every=EVERY)
     cache = model(ids).past_key_values
     unequal = 0
@@ -155,8 +151,7 @@ def test_refusals_of_combinations():
 
 
 def test_duoattention_splits_by_the_pattern(tmp_path):
-    model = build()
-    ids, _ = prompt(3, 50, (0, 0, 0))
+    model, (ids, _) = build(), prompt(3, 50, (0, 0, 0))
     fastkv.patch(model, policy("duoattention", tmp_path), small(), evict_every=EVERY)
     cache = model(ids).past_key_values
     assert [cache.stored(layer)[0].tolist() for layer in range(4)] == [[34, 6], [6, 34], [20, 20], [20, 20]]

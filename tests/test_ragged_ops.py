@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import randn
 
 from fastkv import ops
 from fastkv.kernels import evict as evict_kernel
@@ -23,22 +24,12 @@ HEADS, G, D, SCALE = 3, 2, 16, 0.3
 UNEQUAL = [400, 500, 600, 800, 1000, 1200, 1500, 2000]  # slots of eight heads
 
 
-def normal(*shape):
-    return torch.randn(*shape)
-
-
 def evicted(batch, order=1):
     """Moments of 0 to 6 tokens per head, and those tokens as [B][Hkv] lists of (key, value)."""
-    keys, values = normal(batch, HEADS, 6, D), normal(batch, HEADS, 6, D)
-    inside = torch.arange(6) < torch.randint(0, 7, (batch, HEADS))[..., None]
-    gone = [
-        [list(zip(keys[b, h][inside[b, h]], values[b, h][inside[b, h]])) for h in range(HEADS)] for b in range(batch)
-    ]
-    return Moments.empty(batch, HEADS, D, D, order=order).add(keys, values, inside), gone
-
-
-def full_rows(batch, width):
-    return [normal(batch, HEADS, width, D), normal(batch, HEADS, width, D)]
+    keys, values = randn(batch, HEADS, 6, D), randn(batch, HEADS, 6, D)
+    out = torch.arange(6) < torch.randint(0, 7, (batch, HEADS))[..., None]
+    gone = [[list(zip(keys[b, h][out[b, h]], values[b, h][out[b, h]])) for h in range(HEADS)] for b in range(batch)]
+    return Moments.empty(batch, HEADS, D, D, order=order).add(keys, values, out), gone
 
 
 def held_in(owned, spare):
@@ -53,21 +44,21 @@ def layer(owned, spare, order=1, keyless=()):
     batch, width = len(owned), max(map(max, owned))
     positions = torch.randint(0, 60, (batch, HEADS, width), dtype=torch.int32)
     known = torch.randint(50, 60, (batch,)), evicted(batch, order)[0]
-    state = make_state(*full_rows(batch, width), held_in(owned, spare), positions, *known)
+    state = make_state(*randn(2, batch, HEADS, width, D), held_in(owned, spare), positions, *known)
     state.exact.attention = torch.rand(batch, HEADS, width)
     if keyless:
         width = max(map(max, keyless))
         positions = torch.randint(0, 60, (batch, HEADS, width), dtype=torch.int32)
-        state.approx = Slots(normal(batch, HEADS, width, D), None, held_in(keyless, 0), positions)
+        state.approx = Slots(randn(batch, HEADS, width, D), None, held_in(keyless, 0), positions)
         state.approx.attention = torch.rand(batch, HEADS, width)
         angle = torch.arange(60)[:, None] * 50.0 ** -(torch.arange(D // 2) / D * 2)
-        state.recovery = Recovery(normal(HEADS, D, D) / 4, angle.cos(), angle.sin())
+        state.recovery = Recovery(randn(HEADS, D, D) / 4, angle.cos(), angle.sin())
     return state
 
 
 def token(batch):
     """A query, a key and a value."""
-    return normal(batch, HEADS * G, D), normal(batch, HEADS, 1, D), normal(batch, HEADS, 1, D)
+    return randn(batch, HEADS * G, D), randn(batch, HEADS, 1, D), randn(batch, HEADS, 1, D)
 
 
 @pytest.mark.parametrize("backend, step, keyless", covering(BACKENDS, [True, False], [True, False]))
@@ -139,16 +130,15 @@ def test_programs_are_dealt_by_slots(sizes, splits, more):
 def test_a_full_head_stores_nothing(backend):
     starts, size = deal([[4, 2, 3], [1, 5, 2]])
     lengths = torch.tensor([[4, 2, 1], [1, 0, 2]], dtype=torch.int32)
-    slabs = [normal(2, size, D), normal(2, size, D), torch.randint(0, 9, (2, size), dtype=torch.int32)]
+    slabs = [randn(2, size, D), randn(2, size, D), torch.randint(0, 9, (2, size), dtype=torch.int32)]
     before = [t.clone() for t in slabs]
-    q, k, v = normal(2, HEADS * G, D), normal(2, HEADS, 1, D), normal(2, HEADS, 1, D)
+    q, k, v = randn(2, HEADS * G, D), randn(2, HEADS, 1, D), randn(2, HEADS, 1, D)
     moments, seen = Moments(torch.tensor([[7, 9, 10], [10, 11, 9]])), torch.tensor([11, 11])
     state = make_state(*slabs[:2], lengths, slabs[2], seen, moments, starts=starts, limit=5)
     ops.decode_step(q, k, v, state, make_spec(SCALE, backend=backend))
     for b, h, slot in ((0, 2, 7), (1, 1, 1)):
         before[0][b, slot], before[1][b, slot], before[2][b, slot] = k[b, h, 0], v[b, h, 0], 11
-    for now, then in zip(slabs, before):
-        assert torch.equal(now, then)
+    assert all(map(torch.equal, slabs, before))
     assert lengths.tolist() == [[4, 2, 2], [1, 1, 2]]
     assert seen.tolist() == [12, 12]
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import fastkv
-from fastkv import Budget, FastKVCache, FastKVError, policies
+from fastkv import Budget, policies
 from fastkv.integrations.transformers.stock import CACHE
 from fastkv.lab.reading import Reading, read
 
-from .models import build
+from .models import build, raises
 
 KINDS = [name for name in policies.names() if name not in ("duoattention", "triattention")]
 
@@ -36,31 +36,17 @@ def same(model, one, other):
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("policy", KINDS)
-def test_compressed_is_what_the_model_makes(model, reading, policy):
-    cache = reading.compressed(policy, 48)
-    other = FastKVCache(model)
-    model(reading.ids, past_key_values=other)
-    same(model, cache, other)
+SETTINGS = [{"slots": "int8"}, {"slots": "fp8"}, {"correction": "moments"}, {"correction": "centroids"}]
+SETTINGS += [{"backend": "reference"}, {"budget": Budget(keep=0.4, heads="adaptive")}]
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"slots": "int8"},
-        {"slots": "fp8"},
-        {"correction": "moments"},
-        {"correction": "centroids"},
-        {"backend": "reference"},
-        {"budget": Budget(keep=0.4, heads="adaptive")},
-    ],
+    "policy, settings",
+    [*((policy, {"budget": 48}) for policy in KINDS), *(("keydiff", {"budget": 64, **one}) for one in SETTINGS)],
     ids=str,
 )
-def test_settings_of_patch(model, reading, settings):
-    cache = reading.compressed("keydiff", **{"budget": 64, **settings})
-    other = FastKVCache(model)
-    model(reading.ids, past_key_values=other)
-    same(model, cache, other)
+def test_compressed_is_what_the_model_makes(model, reading, policy, settings):
+    same(model, reading.compressed(policy, **settings), model(reading.ids).past_key_values)
 
 
 def test_logits_are_the_stock_models(model, reading):
@@ -80,10 +66,8 @@ def test_full_is_the_stock_cache(model, reading):
 
 @pytest.mark.parametrize("settings", [dict(prefill_block=64), dict(budget=Budget(quality=0.9))], ids=str)
 def test_what_decides_while_reading_is_refused(reading, settings):
-    with pytest.raises(FastKVError, match="run the model for each"):
-        reading.compressed("keydiff", settings.pop("budget", 48), **settings)
+    raises("run the model for each", reading.compressed, "keydiff", settings.pop("budget", 48), **settings)
 
 
 def test_several_sequences_are_refused(model):
-    with pytest.raises(FastKVError, match="one sequence"):
-        Reading.of(model, torch.zeros(2, 8, dtype=torch.long))
+    raises("one sequence", Reading.of, model, torch.zeros(2, 8, dtype=torch.long))

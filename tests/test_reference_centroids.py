@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastkv.errors import FastKVError
 from fastkv.reference import Centroids, Moments, centroid_estimate, moment_estimate
 
+from .models import raises
 from .test_reference import pairs, true_attention
 
 F64 = torch.float64
@@ -27,10 +27,8 @@ def empty(num, heads=3):
 def test_as_many_centroids_as_tokens_are_exact(softcap):
     keys, values = pairs(13)
     state = empty(16).add(keys[:, :, :5], values[:, :, :5]).add(keys[:, :, 5:], values[:, :, 5:])
-    for got, expected in zip(
-        centroid_estimate(queries(), state, 0.3, softcap), true_attention(queries(), keys, values, 0.3, softcap)
-    ):
-        torch.testing.assert_close(got, expected)
+    want = true_attention(queries(), keys, values, 0.3, softcap)
+    torch.testing.assert_close(centroid_estimate(queries(), state, 0.3, softcap), want)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -42,8 +40,8 @@ def test_one_centroid_is_the_mean(softcap):
     slope = 1 if softcap is None else 1 - torch.tanh(logit / softcap) ** 2
     sigma = (keys - keys.mean(2, keepdim=True)).square().mean((2, 3)).sqrt().repeat_interleave(2, 1)[..., None]
     mass = mass + (0.3 * slope * queries().norm(dim=-1) * sigma).cosh().log()
-    for one, other in zip(centroid_estimate(queries(), empty(1).add(keys, values), 0.3, softcap), (value, mass)):
-        torch.testing.assert_close(one, other)
+    found = centroid_estimate(queries(), empty(1).add(keys, values), 0.3, softcap)
+    torch.testing.assert_close(found, (value, mass))
 
 
 def symmetric(num, seed, axis):
@@ -122,9 +120,7 @@ def test_a_round_joins_the_cheapest_pairs_of_the_two_halves(num, more, half, see
         groups = {index: [index] for index in range(num)}
         for _, one, other in sorted(offers)[:drop]:
             groups[other] += groups.pop(one)
-        expected = torch.stack(
-            [(n[members, None] * k[members]).sum(0) / n[members].sum() for members in groups.values()]
-        )
+        expected = torch.stack([(n[own, None] * k[own]).sum(0) / n[own].sum() for own in groups.values()])
         torch.testing.assert_close(merged.keys[row, head], expected)
         assert merged.count[row, head].tolist() == [float(n[members].sum()) for members in groups.values()]
 
@@ -136,22 +132,16 @@ def test_neither_padding_nor_neighbours_change_a_bit(sizes, pad, seed):
     tight = wide = Centroids.empty(1, 1, 6, 8, 6, dtype=F64)
     for k, v in zip(keys[:1, :1].split(sizes, 2), values[:1, :1].split(sizes, 2)):
         tight = tight.add(k, v)
-        full = (
-            torch.cat([rows, torch.full((1, 1, pad, rows.shape[-1]), float("nan"), dtype=F64)], 2) for rows in (k, v)
-        )
+        full = (torch.cat([rows, torch.full((1, 1, pad, rows.shape[-1]), torch.nan, dtype=F64)], 2) for rows in (k, v))
         wide = wide.add(*full, (torch.arange(k.shape[2] + pad) < k.shape[2])[None, None])
-    for one, other in zip(tight.tensors(), wide.tensors()):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(tight.tensors(), wide.tensors(), rtol=1e-10, atol=1e-10)
 
 
 def test_wrong_arguments_are_refused():
     keys, values = pairs(5)
-    with pytest.raises(FastKVError, match="at least 1 per head, got 0"):
-        empty(0)
-    with pytest.raises(FastKVError, match="keys must have shape"):
-        empty(4, heads=2).add(keys, values)
-    with pytest.raises(FastKVError, match="mask must have shape"):
-        empty(4).add(keys, values, torch.ones(2, 3, 4, dtype=torch.bool))
+    raises("at least 1 per head, got 0", empty, 0)
+    raises("keys must have shape", empty(4, heads=2).add, keys, values)
+    raises("mask must have shape", empty(4).add, keys, values, torch.ones(2, 3, 4, dtype=torch.bool))
 
 
 @given(seed=st.integers(0, 2**31), num=st.integers(1, 9))
@@ -165,8 +155,7 @@ def test_rounding_to_bfloat16_takes_a_neighbour(seed, num):
         assert ((found.double() - exact.double()).abs() < 2.0**-7 * exact.abs().double()).all()
     assert torch.equal(wide.count, narrow.count) and torch.equal(wide.spread, narrow.spread)
     again = Centroids(narrow.count + 1, narrow.keys.float(), narrow.values.float(), narrow.spread)
-    for one, other in zip(again.rounded(torch.bfloat16).tensors()[1:3], narrow.tensors()[1:3]):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, again.rounded(torch.bfloat16).tensors()[1:3], narrow.tensors()[1:3]))
 
 
 @pytest.mark.parametrize(

@@ -202,8 +202,7 @@ def test_refused_uses_leave_the_model_as_it_was(use):
 
 def test_caches_of_inference_mode_stay_in_it():
     """PyTorch's own refusal; the model goes on."""
-    model = fastkv.patch(build(), budget=Budget(tokens=20, sinks=2, recent=4))
-    ids, _ = prompt(1, 50, (0,))
+    model, (ids, _) = fastkv.patch(build(), budget=Budget(tokens=20, sinks=2, recent=4)), prompt(1, 50, (0,))
     tokens = generate(model, ids)
     with torch.inference_mode():
         cache = model(ids).past_key_values

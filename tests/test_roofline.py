@@ -35,8 +35,7 @@ def test_other_devices_get_a_fixed_size(monkeypatch):
 
 
 def test_patch_asks_the_device(monkeypatch):
-    model = build()
-    ids, mask = prompt()
+    model, (ids, mask) = build(), prompt()
     budget = fastkv.Budget(tokens=20, sinks=2, recent=4)
     fastkv.patch(model, "keydiff", budget, prefill_block="auto")
     assert model._fastkv_config.prefill_block == 512

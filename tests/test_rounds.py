@@ -24,15 +24,9 @@ def made(pads=(0, 7)):
     keys = torch.randn(2, HEADS, NUM, DIM, generator=generator)
     values = keys @ torch.randn(DIM, DIM, generator=generator) + torch.randn(2, HEADS, NUM, DIM, generator=generator)
     valid = torch.arange(NUM) >= torch.tensor(pads)[:, None, None].expand(-1, HEADS, 1)
-    signals = make_signals(
-        keys=keys,
-        values=values + 2,
-        positions=(valid.cumsum(-1) - 1).int(),
-        valid=valid,
-        moments=Moments.empty(2, HEADS, DIM, DIM),
-        scale=SCALE,
-        attention=torch.rand(2, HEADS, NUM, generator=generator),
-    )
+    attention, positions = torch.rand(2, HEADS, NUM, generator=generator), (valid.cumsum(-1) - 1).int()
+    given = {"positions": positions, "moments": Moments.empty(2, HEADS, DIM, DIM), "attention": attention}
+    signals = make_signals(SCALE, keys=keys, values=values + 2, valid=valid, **given)
     return signals, valid[:, 0].sum(-1)
 
 

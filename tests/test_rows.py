@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch import randn
 
 import fastkv
 from fastkv import ops
@@ -21,6 +22,7 @@ from fastkv.kernels._attention import _home, _page
 from fastkv.ops.operator import flat
 from fastkv.reference import FORMATS, LayerState, Spec
 
+from .models import raises
 from .pairwise import covering
 from .states import BACKENDS, assert_same, copied, in_pages
 from .test_ops import CASES, flattened
@@ -123,8 +125,7 @@ def test_a_cpu_s_steps_copy_no_rows(name, rows, monkeypatch):
         patch.setattr(LayerState, "taken", None)
         found = getattr(ops, name.split()[0])(*(placed if one is state else one for one in arguments))
     expected = getattr(ops, name.split()[0])(*arguments)
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, **CLOSE)
+    torch.testing.assert_close(found, expected, **CLOSE)
     theirs = dict(state.named_tensors())
     for key, mine in placed.taken().named_tensors():
         torch.testing.assert_close(mine, theirs[key], **CLOSE, msg=f"{key} differs")
@@ -142,10 +143,6 @@ def test_nobody_s_row_never_fills_up():
             ops.decode_step(*(placed if one is state else one for one in arguments))
 
 
-def normal(*shape):
-    return torch.randn(*shape)
-
-
 def paged(policy, correction="auto"):
     """A layer of the reference that has read two prompts, into pages 3 and 1 of five, and decoded a token of each."""
     torch.manual_seed(0)
@@ -157,10 +154,10 @@ def paged(policy, correction="auto"):
     made.clear(rows)
     for turn in range(3):
         blocks = PagedBlocks.of([8, 8], [8 * turn] * 2, torch.stack([rows, torch.tensor([0, 8]), torch.tensor([8, 8])]))
-        q = normal(16, 4, 16)
-        made.read(blocks, q, *normal(2, 16, 2, 16), torch.empty_like(q))
+        q = randn(16, 4, 16)
+        made.read(blocks, q, *randn(2, 16, 2, 16), torch.empty_like(q))
     for _ in range(3):
-        made.step(rows, normal(2, 4, 16), *normal(2, 2, 2, 16))
+        made.step(rows, randn(2, 4, 16), *randn(2, 2, 2, 16))
     return made
 
 
@@ -213,11 +210,9 @@ def test_pages_that_kernels_cannot_address_are_refused():
     ):
         kept = getattr(placed.exact, name)
         setattr(placed.exact, name, tensor)
-        with pytest.raises(fastkv.FastKVError, match="must be contiguous in every page"):
-            operations.decode_step(*arguments)
+        raises("must be contiguous in every page", operations.decode_step, *arguments)
         setattr(placed.exact, name, kept)
-    with pytest.raises(fastkv.FastKVError, match="rows"):
-        operations.decode_step(*arguments[:3], placed.at(torch.tensor([1, 2, 3])), arguments[4])
+    raises("rows", operations.decode_step, *arguments[:3], placed.at(torch.tensor([1, 2, 3])), arguments[4])
 
 
 @pytest.mark.parametrize("name", ["decode_step", "evict"])

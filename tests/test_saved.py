@@ -386,8 +386,7 @@ def test_what_cannot_be_saved(tmp_path):
     raises("cannot be written", cache.save, tmp_path)
     cache.workspace.parallel = Parallel(0, 2)
     raises("by one process, but 2 share this model's heads; load it without", cache.save, path)
-    with pytest.raises(FastKVError, match="by one process, but 2 share this model's heads; load it without"):
-        saved.read(path, cache, model)
+    raises("by one process, but 2 share this model's heads; load it without", saved.read, path, cache, model)
     assert path.read_text() == "old"
     assert sorted(one.name for one in tmp_path.iterdir()) == ["cache"]
 

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 import fastkv
-from fastkv import Budget, FastKVError, ops, reference
+from fastkv import Budget, ops, reference
 from fastkv.cache import CacheWorkspace
 from fastkv.cache.layer import HeldPrompt, LayerCache
 from fastkv.cache.layout import Attends, LayerPlan
 from fastkv.config import Config
 from fastkv.reference import Moments
 
+from .models import raises
 from .states import make_spec, make_state, randn
 
 B, HQ, HKV, D = 2, 6, 2, 16
@@ -54,7 +55,8 @@ def test_a_step(evicted):
     gone = randn(B, HKV, 1, D, seed=5).expand(-1, -1, 6, -1), randn(B, HKV, 6, D, seed=6)
     if evicted:
         state.moments = Moments.empty(B, HKV, D, D, dtype=F64).add(*gone)
-    out, *lses = reference.decode_step(q, *new, state, make_spec(0.3, order=1 if evicted else None))
+    spec = make_spec(0.3, order=1 if evicted else None)
+    out, *lses = reference.decode_step(q, *new, state, spec)
     exact = state.exact
     keys, values, valid = exact.keys, exact.values, exact.valid
     if evicted:
@@ -63,12 +65,9 @@ def test_a_step(evicted):
     want, weights = truth(q[:, :, None], keys, values, valid[:, :, None], SINKS)
     torch.testing.assert_close(out, want[:, :, 0])
     torch.testing.assert_close(exact.attention.double(), shares(weights)[:, :, 0, :9], rtol=1e-6, atol=1e-7)
-    state.sink_logits = None
-    state.exact.attention = None
-    for mine, plain in zip(
-        lses, reference.decode_step(q, None, None, state, make_spec(0.3, order=1 if evicted else None))[1:]
-    ):
-        assert torch.equal(mine, plain)  # sinks are neither retained nor evicted
+    state.sink_logits = state.exact.attention = None
+    plain = reference.decode_step(q, None, None, state, spec)[1:]
+    assert all(map(torch.equal, lses, plain)), "sinks are neither retained nor evicted"
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -84,20 +83,17 @@ def test_a_block(backend):
     keys, values = torch.cat([state.exact.keys, k], 2), torch.cat([state.exact.values, v], 2)
     want, weights = truth(q, keys, values, visible, SINKS)
     torch.testing.assert_close(out, want)
-    everything = torch.cat(
-        [0.3 * q @ keys.repeat_interleave(3, 1).mT, SINKS.view(1, -1, 1, 1).expand(B, -1, num, 1)], -1
-    )
+    logits = torch.cat([0.3 * q @ keys.repeat_interleave(3, 1).mT, SINKS.view(1, -1, 1, 1).expand(B, -1, num, 1)], -1)
     seen = torch.cat([visible.repeat_interleave(3, 1), torch.ones(B, HQ, num, 1, dtype=torch.bool)], -1)
-    torch.testing.assert_close(lse, everything.masked_fill(~seen, float("-inf")).logsumexp(-1))
+    torch.testing.assert_close(lse, logits.masked_fill(~seen, float("-inf")).logsumexp(-1))
 
 
 def test_a_second_reading():
     """Two chunks over a padded prompt: attention, and the most that each of its tokens received."""
     q, keys, values = randn(B, HQ, 8, D), randn(B, HKV, 8, D, seed=1), randn(B, HKV, 8, D, seed=2)
     valid = torch.tensor([[True] * 8, [False] * 3 + [True] * 5])
-    held = HeldPrompt(
-        LayerCache(LayerPlan(Config.make("kvzip", SMALL, None, 5, "auto", "auto", None)), CacheWorkspace(5))
-    )
+    config = Config.make("kvzip", SMALL, None, 5, "auto", "auto", None)
+    held = HeldPrompt(LayerCache(LayerPlan(config), CacheWorkspace(5)))
     held.configure(Attends(0.3, sink_logits=SINKS))
     held.read(q, keys, values, valid, stock=lambda: q)
     held.expect_again()
@@ -174,5 +170,4 @@ def test_sinks_belong_to_the_model_and_not_to_the_state():
 
 
 def test_a_module_refuses_other_numbers_of_sinks():
-    with pytest.raises(FastKVError, match="sink_logits"):
-        fastkv.FastKVAttention(HQ, HKV, D, sink_logits=torch.zeros(HKV))
+    raises("sink_logits", fastkv.FastKVAttention, HQ, HKV, D, sink_logits=torch.zeros(HKV))

@@ -58,8 +58,7 @@ def attended(model, cache, ids, **options):
 
 @pytest.mark.parametrize("static", [False, True])
 def test_a_step_copies_no_keys(static):
-    model = build("gemma3")
-    ids, mask = prompt()
+    model, (ids, mask) = build("gemma3"), prompt()
     fastkv.patch(model, "keydiff", fastkv.Budget(tokens=20, sinks=2, recent=4), static=static)
     cache = model(ids, attention_mask=mask).past_key_values
     longer = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)

@@ -15,11 +15,11 @@ from fastkv.cpu import slots as compiled_slots
 from fastkv.reference import FORMATS, FP8, INT4, INT8, PLAIN, rotated, step_of
 
 from .conftest import examples
-from .models import build
+from .models import build, raises
 from .pairwise import covering
 from .states import compiled_step
 from .test_policy_matrix import EVERY, small
-from .test_saved import assert_same, contents, go_on, read_prompt
+from .test_saved import check_round_trip
 
 B, HQ, HKV, D = 2, 4, 2, 64
 WIDE = {"head_dim": 32}  # what groups of four bits need
@@ -153,17 +153,10 @@ def coded(name, heads, dim, filled, size=1.0, seed=0):
     generator, form = torch.Generator().manual_seed(seed), FORMATS[name]
     keys, values = (size * torch.randn(2, heads, 80, dim, generator=generator) for _ in range(2))
     (codes, scales), (value_codes, value_scales) = form.keys.encode(keys), form.values.encode(values)
-    return reference.Slots(
-        keys=codes,
-        values=value_codes,
-        lengths=torch.randint(1, filled + 1, (2, heads), generator=generator, dtype=torch.int32),
-        bias=torch.randn(2, heads, 80, generator=generator) if seed % 2 else None,
-        filled=filled,
-        key_scales=scales,
-        value_scales=value_scales,
-        format=form,
-        decodes_to=torch.float32,
-    )
+    lengths = torch.randint(1, filled + 1, (2, heads), generator=generator, dtype=torch.int32)
+    bias = torch.randn(2, heads, 80, generator=generator) if seed % 2 else None
+    stored = {"key_scales": scales, "value_scales": value_scales, "format": form, "decodes_to": torch.float32}
+    return reference.Slots(codes, value_codes, lengths, bias=bias, filled=filled, **stored)
 
 
 @compiled
@@ -336,18 +329,10 @@ def test_refusals():
     ("slots", "heads"), [("int8", "adaptive"), ("fp8", "uniform"), ("int4", "adaptive"), ("k8v4", "adaptive")]
 )
 def test_saved_and_forked_caches_go_on(slots, heads, tmp_path):
-    model = build(**WIDE)
-    fastkv.patch(model, "snapkv", small(heads=heads), evict_every=EVERY, slots=slots)
-    cache, tokens, mask = read_prompt(model)
-    cache.save(tmp_path / "cache")
-    loaded = FastKVCache.load(tmp_path / "cache", model)
-    assert_same(contents(loaded), contents(cache))
-    twin, expected = cache.clone(), go_on(model, cache, tokens, mask)
-    assert torch.equal(go_on(model, loaded, tokens, mask), expected)
-    assert torch.equal(go_on(model, twin, tokens, mask), expected)
+    model, path = build(**WIDE), tmp_path / "cache"
+    check_round_trip(fastkv.patch(model, "snapkv", small(heads=heads), evict_every=EVERY, slots=slots), path)
     fastkv.patch(model, "snapkv", small(heads=heads), evict_every=EVERY)
-    with pytest.raises(FastKVError, match=f"was saved with slots={slots}, got slots=model"):
-        FastKVCache.load(tmp_path / "cache", model)
+    raises(f"was saved with slots={slots}, got slots=model", FastKVCache.load, path, model)
 
 
 @each_format
@@ -366,8 +351,7 @@ def test_module_is_saved_loaded_and_moved(slots, tmp_path):
     fresh.load_state_dict(layer.state_dict())
     assert fresh.state.exact.dtype == torch.bfloat16
     other = module("int8" if slots != "int8" else "fp8")
-    with pytest.raises(FastKVError, match=f"slots='{slots}' were saved, this module has slots="):
-        other.load_state_dict(layer.state_dict())
+    raises(f"slots='{slots}' were saved, this module has slots=", other.load_state_dict, layer.state_dict())
 
 
 @pytest.mark.parametrize("slots", ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8"))])

@@ -115,9 +115,8 @@ class Uses(RuleBasedStateMachine):
         """Logits of the tokens that a cache does not have yet."""
         new, mask = slice(self.length(cache), None), self.mask[rows]
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, new]
-        return self.model(
-            self.text[rows, new], attention_mask=mask, position_ids=positions, past_key_values=cache
-        ).logits
+        given = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        return self.model(self.text[rows, new], **given).logits
 
     def feed(self):
         """What is new of the text, to the batch and to each row."""

@@ -1,6 +1,7 @@
 """VECTOR in the cache: tokens without values, at equal bytes, on top of any policy."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from fastkv.errors import FastKVError
 from fastkv.integrations.transformers import rotations
 from fastkv.integrations.transformers.calibrate import weights_digest
 
-from .models import build, generate, policy, prompt
+from .models import build, generate, policy, prompt, raises
 from .pairwise import FOLLOWERS, covering, named
 from .test_policy_matrix import EVERY, IN_BLOCKS, NAMES, TOKENS, check, small, two_turns
 
@@ -39,14 +40,8 @@ def mapping(model, weights=None, r2=1.0, joint=False):
     layers = range(model.config.num_hidden_layers)
     weights = weights or {layer: torch.randn(2, 16, 16) / 16 for layer in layers}
     table = r2 if isinstance(r2, list) else [[r2] if joint else [r2, r2]] * len(layers)
-    return VectorMap(
-        weights=weights,
-        r2={layer: torch.tensor(table[layer], dtype=torch.float64) for layer in layers},
-        threshold=0.5,
-        fingerprint=fingerprint(model.config),
-        model="tiny",
-        tokens=1,
-    )
+    r2 = {layer: torch.tensor(table[layer], dtype=torch.float64) for layer in layers}
+    return VectorMap(weights, r2, threshold=0.5, fingerprint=fingerprint(model.config), model="tiny", tokens=1)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +81,7 @@ def test_on_top_of_every_policy(name, block, tmp_path):
 
 
 def test_a_budget_in_bytes_counts_everything():
-    model = build()
-    ids, _ = prompt()
+    model, (ids, _) = build(), prompt()
     for r2 in (1.0, [[1.0, 0.0]] * 4):
         budget = fastkv.Budget(bytes=40_000, sinks=2, recent=4)
         fastkv.patch(model, "snapkv", budget, correction="vector", vector=mapping(model, r2=r2))
@@ -96,8 +90,7 @@ def test_a_budget_in_bytes_counts_everything():
 
 
 def test_heads_below_the_threshold_fall_back():
-    model = build()
-    ids, mask = prompt()
+    model, (ids, mask) = build(), prompt()
     mixed = [[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
     fastkv.patch(model, "keydiff", small(), correction="vector", vector=mapping(model, r2=mixed), evict_every=EVERY)
     cache = generate(model, ids, mask, new=20, return_dict_in_generate=True).past_key_values
@@ -119,13 +112,11 @@ def test_a_token_without_value_attends_with_what_the_map_makes_of_its_key(joint,
     """Values are no linear map of keys here. The stock model predicts the same from a cache that holds, for tokens
     without value, what the map makes of their keys.
     """
-    model = build()
-    ids, _ = prompt(2, 50, (0, 0))
+    model, (ids, _) = build(), prompt(2, 50, (0, 0))
     maps = mapping(model, joint_weights() if joint else None, joint=joint)
     stock = model(ids).past_key_values
     fastkv.patch(model, "keydiff", small(), correction="vector", vector=maps, backend=backend, evict_every=EVERY)
-    cache = fastkv.FastKVCache(model)
-    model(ids, past_key_values=cache)
+    cache = model(ids).past_key_values
     token = torch.tensor([[5], [9]])
     kept = DynamicCache()
     for index, layer in enumerate(cache.layers):
@@ -167,8 +158,7 @@ def test_with_a_joint_map_all_heads_keep_the_same_tokens(name, block):
 
 
 def test_layers_whose_joint_map_is_poor_evict_each_head_for_itself():
-    model = build()
-    ids, mask = prompt()
+    model, (ids, mask) = build(), prompt()
     maps = mapping(model, joint_weights(), r2=[[1.0], [0.2], [1.0], [0.2]], joint=True)
     fastkv.patch(model, "keydiff", small(), correction="vector", vector=maps, evict_every=EVERY)
     cache = generate(model, ids, mask, new=20, return_dict_in_generate=True).past_key_values
@@ -180,8 +170,7 @@ def test_layers_whose_joint_map_is_poor_evict_each_head_for_itself():
 
 
 def test_calibrated_heads_of_a_layer_with_a_joint_map_keep_their_mean():
-    model = build()
-    ids, _ = prompt(1, 50, (0,))
+    model, (ids, _) = build(), prompt(1, 50, (0,))
     table = torch.tensor([[[1.6, 0.8], [1.2, 0.4]] * 2] * len(KEEPS)).half()
     known = fingerprint(model.config), "tiny", weights_digest(model)
     shares = HeadShares(table, (2,) * 4, *known, tokens=1)
@@ -196,8 +185,7 @@ def test_calibrated_heads_of_a_layer_with_a_joint_map_keep_their_mean():
 def test_values_go_where_the_map_errs_least(joint):
     """Among the kept tokens, exactly those with the largest |v - W k~|^2 keep their value, protected ones first. With a
     joint map heads decide together: by the mean of their z-scores, then by the sum of their errors."""
-    model = build()
-    ids, _ = prompt(1, 50, (0,))
+    model, (ids, _) = build(), prompt(1, 50, (0,))
     stock = model(ids).past_key_values.layers[0]
     own = {layer: torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(1)) for layer in range(4)}
     maps = mapping(model, joint_weights() if joint else own, joint=joint)
@@ -222,8 +210,7 @@ def test_values_go_where_the_map_errs_least(joint):
 @pytest.mark.parametrize("share", [0, 0.25, 1])
 def test_the_share_of_keys_is_an_option(share):
     """20 pairs' room: 20 (1 - share) pairs and twice as many keys as the others; what is protected stays a pair."""
-    model = build()
-    ids, _ = prompt(1, 90, (0,))
+    model, (ids, _) = build(), prompt(1, 90, (0,))
     chosen = fastkv.corrections.get("vector", share=share)
     fastkv.patch(model, "keydiff", small(), correction=chosen, vector=mapping(model), evict_every=EVERY)
     state = model(ids).past_key_values.layers[0].state
@@ -240,16 +227,12 @@ def test_refusals(tmp_path):
     with pytest.raises(FastKVError, match="needs them in one process, got 2; fit one map a head"):
         LayerPlan(config, parallel=Parallel(rank=1, size=2)).layout(1, torch.device("cpu"), TOKENS)
     for share in (-0.1, 1.1, "half", True):
-        with pytest.raises(FastKVError, match=r"vector: share must be in \[0, 1\]"):
-            fastkv.corrections.get("vector", share=share)
-    with pytest.raises(FastKVError, match="correction 'moments' has no option share; it has none"):
-        fastkv.corrections.get("moments", share=0.5)
-    with pytest.raises(FastKVError, match=r"no vector\.safetensors where the model was loaded from"):
-        fastkv.patch(model, "keydiff", small(), correction="vector")
-    with pytest.raises(FastKVError, match="is for correction='vector', got another correction"):
-        fastkv.patch(model, "keydiff", small(), vector=mapping(model))
-    with pytest.raises(FastKVError, match="use one of them"):
-        fastkv.patch(model, "keydiff", small(heads="adaptive"), correction="vector", vector=mapping(model))
+        raises(r"vector: share must be in \[0, 1\]", fastkv.corrections.get, "vector", share=share)
+    raises("correction 'moments' has no option share; it has none", fastkv.corrections.get, "moments", share=0.5)
+    patch = partial(fastkv.patch, model, "keydiff")
+    raises(r"no vector\.safetensors where the model was loaded from", patch, small(), correction="vector")
+    raises("is for correction='vector', got another correction", patch, small(), vector=mapping(model))
+    raises("use one of them", patch, small(heads="adaptive"), correction="vector", vector=mapping(model))
     path = tmp_path / "map.safetensors"
     mapping(model).save(path)
     with pytest.raises(FastKVError, match="fitted to another model"):

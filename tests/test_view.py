@@ -26,7 +26,7 @@ from fastkv.lab.view import FINE, LEVELS, TOP, Full, Reading, read_full, trace
 
 from .browser import Browser, find
 from .families import tiny
-from .models import FAMILIES, LATENT, build
+from .models import FAMILIES, LATENT, build, raises
 from .pairwise import named
 from .toy import MODEL, generate, told
 from .toy import text as toy_text
@@ -59,7 +59,7 @@ def page(tmp_path_factory):
     text.write_text(told("facts", CONTEXT, 1))
     sizes = [f"--context={CONTEXT}", f"--prefill-block={BLOCK}", f"--steps={STEPS}", f"--text={text}"]
     caches = [f"--policies={','.join(POLICIES)}", f"--budgets={','.join(map(str, BUDGETS))}"]
-    assert main([*VIEW, *sizes, *caches, "--out", str(path)]) == 0
+    made(path, *sizes, *caches)
     return path
 
 
@@ -72,6 +72,12 @@ def data(page):
 def ids(bundled):
     sample = generate("facts", CONTEXT, 1)
     return torch.tensor([bundled[1](f"{sample.context} {sample.questions[0]} {sample.answers[0]}").input_ids])
+
+
+def made(path, *arguments):
+    """What the page holds that the command writes there."""
+    assert main([*VIEW, *arguments, "--out", str(path)]) == 0
+    return data_of(path.read_text())
 
 
 def array(data, cache, name):
@@ -105,9 +111,8 @@ def test_the_page_says_what_the_cache_holds(bundled, data, ids):
         assert gone.max() == len(events) and events == sorted(set(events)) and events[-1] <= CONTEXT
         first = torch.tensor([0, *events])[gone.long()]  # nothing leaves before it was read, nor while it is recent
         tokens = torch.arange(CONTEXT)
-        assert ((first == 0) | (first - common.SHARES["recent"] > tokens)).all() and (
-            gone[..., : common.SHARES["sinks"]] == 0
-        ).all()
+        assert ((first == 0) | (first - common.SHARES["recent"] > tokens)).all()
+        assert (gone[..., : common.SHARES["sinks"]] == 0).all()
 
 
 def test_of_every_policy_it_is_known_what_it_remembers():
@@ -117,10 +122,8 @@ def test_of_every_policy_it_is_known_what_it_remembers():
 @pytest.mark.parametrize("policy", ["fastkv-reread", "kvzip"])
 def test_a_text_read_twice_is_followed(policy, tmp_path):
     """Errors are of the first reading."""
-    path = tmp_path / "view.html"
     sizes = [f"--context={CONTEXT}", "--prefill-block=whole", f"--steps={STEPS}", "--budgets=28"]
-    assert main([*VIEW, *sizes, f"--policies={policy}", "--out", str(path)]) == 0
-    data = data_of(path.read_text())
+    data = made(tmp_path / "view.html", *sizes, f"--policies={policy}")
     (cache,) = data["caches"]
     gone = array(data, cache, "gone")
     assert cache["events"][0] == CONTEXT - STEPS and set(gone.unique().tolist()) == set(range(len(cache["events"]) + 1))
@@ -129,12 +132,8 @@ def test_a_text_read_twice_is_followed(policy, tmp_path):
 def test_slots_of_fewer_bits_are_followed(bundled, tmp_path):
     slots, bytes_of_a_token = "int4", 2 * (32 + 2 * 2) + 4
     sizes = [f"--context={CONTEXT}", f"--prefill-block={BLOCK}", f"--steps={STEPS}", "--equal=tokens"]
-    found = {}
-    for name in ("model", slots):
-        path = tmp_path / f"{name}.html"
-        caches = ["--policies=fastkv", f"--budgets={BUDGETS[0]}", "--slots", name]
-        assert main([*VIEW, *sizes, *caches, "--out", str(path)]) == 0
-        found[name] = data_of(path.read_text())
+    sizes += ["--policies=fastkv", f"--budgets={BUDGETS[0]}"]
+    found = {name: made(tmp_path / "view.html", *sizes, "--slots", name) for name in ("model", slots)}
     cache, plain = found[slots]["caches"][0], found["model"]["caches"][0]
     assert (found[slots]["slots"], found["model"]["slots"]) == (slots, "float32")
     assert cache["slot"] == bytes_of_a_token and plain["slot"] == 2 * 4 * 64 + 4
@@ -211,10 +210,8 @@ def test_a_text_cannot_leave_its_place(tmp_path, capsys):
     file, out = tmp_path / "a.txt", tmp_path / "a.html"
     file.write_text(f"{TEXT} </script><script>boom()</script> <!-- the end .\n")
     arguments = ["--context=170", "--policies=streaming", "--budgets=40", "--prefill-block=whole", "--equal=tokens"]
-    assert main([*VIEW, "--text", str(file), *arguments, "--out", str(out)]) == 0
-    page = out.read_text()
+    data, page = made(out, "--text", str(file), *arguments), out.read_text()
     assert page.count("<script") == view.TEMPLATE.read_text().count("<script") and "<!--" not in page
-    data = data_of(page)
     assert "".join(data["tokens"]).replace("<bos>", "") == file.read_text().rstrip()
     assert data["answer"] == 0 and len(data["said"]) == 32 and data["text"] == "a.txt"
     (cache,) = data["caches"]
@@ -274,8 +271,7 @@ def test_layers_that_cannot_be_drawn_are_refused():
         read_full(model, Reading(torch.zeros(1, 9, dtype=torch.long), None, 2))
     shapes = [torch.zeros(1, heads, 3, 4) for heads in (2, 4)]
     layers = [types.SimpleNamespace(state=Layout((3,) * len(k[0]), corrections.NONE, 1).allocate(k, k)) for k in shapes]
-    with pytest.raises(FastKVError, match=r"equally many KV heads, got LlamaForCausalLM with \[2, 4\]"):
-        view.states_of(model, layers)
+    raises(r"equally many KV heads, got LlamaForCausalLM with \[2, 4\]", view.states_of, model, layers)
 
 
 # In a browser.

@@ -43,14 +43,6 @@ MODEL = str(MODEL_DIR)  # on a command line
 
 TASKS: tuple[str, ...] = ("facts", "pairs", "hops")
 
-SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
-PUNCTUATION = (".", ",", "?", ":")
-FORM = (
-    "question answer what is are does the code codes of and box friend hold holds a in on there were was it very but "
-    "while because so when before after they he she we some many few all"
-).split()
-NUMBERS = tuple(str(n) for n in range(100))
-
 NAMES = (
     "Mara Tilo Anka Bero Cira Dano Elka Faro Gita Hugo Inka Jaro Kira Lino Mika Nilo Olga Pavo Rena Sami Tara Ugo "
     "Vera Wim Xena Yara Zeno Alma Boris Clara Diego Edda Felix Greta Hanna Ivo Jonas Klara Lukas Marta Nadia Oskar "
@@ -58,16 +50,6 @@ NAMES = (
     "Karl Lydia Milan Nora Otto Paula Rafael Selma Timo Ulla Viktor Willa Xaver Yvonne Anton Bruna Carlo Dina Erik "
     "Frida Guido Helga Ines Jakob Kaja Leon Mona Niko Orla Piet Ronja Sven Tessa Vito"
 ).split()
-
-VOCABULARY: tuple[str, ...] = tuple(
-    dict.fromkeys(
-        (
-            *(*SPECIAL, *PUNCTUATION, *FORM, *NUMBERS, *KEY_FIRST, *KEY_SECOND, *NAMES),
-            *(*NOUNS, *PLURALS, *PLACES, *ADJECTIVES, *ADVERBS),
-            *(*INTRANSITIVE, *TRANSITIVE, *PREPOSITIONS, *TIMES),
-        )
-    )
-)
 
 VALUE_WORDS = 3  # numbers per value
 FACTS_PER_1024 = {"facts": 24, "pairs": 24, "hops": 12}  # two statements each for hops

@@ -25,7 +25,7 @@ KINDS = {
     "DummyLayer": "layers without a cache",
     "DynamicLayer": "attention to images",
 }
-TABLES = """## Tested
+TESTED = """## Tested
 
 Every type in the table passed all of these checks, except for those in its last column:
 
@@ -33,30 +33,17 @@ Every type in the table passed all of these checks, except for those in its last
 | model type | compressed | left to transformers | limits |
 |---|---|---|---|
 {works}
-## Refused
-
-`fastkv.patch` refuses these types with this reason and leaves the model as it was.
-
-| model type | why |
-|---|---|
-{refused}
 """
-FAILING = """## Wrong or failing
+REASONS = """## {title}
 
-Not to be used with fastkv.
+{words}
 
-| model type | what failed |
+| model type | {what} |
 |---|---|
-{fails}
+{rows}
 """
-UNTRIED = """## Not tried
-
-No tiny model of these types could be built and run.
-
-| model type | why |
-|---|---|
-{untried}
-"""
+REFUSES = "`fastkv.patch` refuses these types with this reason and leaves the model as it was."
+UNTRIED = "No tiny model of these types could be built and run."
 
 
 @dataclass
@@ -118,15 +105,16 @@ def page(found, before):
         limits = "<br>".join(cell(f"{what}: {why}") for what, why in row.limits.items()) or "none"
         works += f"| `{row.name}` | {KINDS['FastKVLayer']} | {left} | {limits} |\n"
 
-    def reasons(status):
-        return "".join(f"| `{row.name}` | {cell(row.reason)} |\n" for row in groups[status])
+    def reasons(status, title, words, what="why"):
+        listed = "".join(f"| `{row.name}` | {cell(row.reason)} |\n" for row in groups[status])
+        return REASONS.format(title=title, words=words, what=what, rows=listed) if listed else ""
 
     checks = "".join(f"- `{name}`: {check.__doc__.splitlines()[0]}\n" for name, check in CHECKS.items())
     version = next(row.results[0].transformers for row in found)
     words = re.sub(r"transformers \S+ that", f"transformers {version} that", before.partition("## Tested")[0])
-    text = words + TABLES.format(checks=checks, works=works, refused=reasons(REFUSED))
-    text += FAILING.format(fails=reasons(FAILS)) if groups[FAILS] else ""
-    text += UNTRIED.format(untried=reasons(UNBUILT)) if groups[UNBUILT] else ""
+    text = words + TESTED.format(checks=checks, works=works) + reasons(REFUSED, "Refused", REFUSES)
+    text += reasons(FAILS, "Wrong or failing", "Not to be used with fastkv.", "what failed")
+    text += reasons(UNBUILT, "Not tried", UNTRIED)
     return text.rstrip() + "\n"
 
 

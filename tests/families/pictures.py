@@ -29,9 +29,7 @@ def unchecked(model, images):
     """What goes into the model besides text and is not checked; of images, unless they are."""
     words = {"images": () if images else ("pixel_values", "image_"), "sound": ("audio", "input_features")}
     takes = inspect.signature(model.forward).parameters
-    return {
-        kind: "not checked" for kind, found in words.items() if any(word in name for name in takes for word in found)
-    }
+    return {kind: "not checked" for kind, some in words.items() if any(word in name for name in takes for word in some)}
 
 
 def given(model_type, model):

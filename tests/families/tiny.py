@@ -80,7 +80,6 @@ ALWAYS = (
 
 SLIDING = ["sliding_attention", "full_attention"] * 2
 LINEAR = ["linear_attention", "full_attention"] * 2
-CONV = ["conv", "full_attention"] * 2
 INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64}
 INDEXER["indexer_compress_ratio"] = 4
 
@@ -97,26 +96,16 @@ LLAMA4_VISION = {"intermediate_size": 128}  # four patches in one
 LLAMA4_VISION |= dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 32)
 # What is told here is a field of the text model's config, unless it is the name of a part; "" is the whole.
 CHANGES = {
-    "mistral": {"sliding_window": None},
-    "mixtral": {"sliding_window": None},
-    "starcoder2": {"sliding_window": None},
-    "phi3": {"sliding_window": None},
-    "phimoe": {"sliding_window": None},
-    "ministral3": {"sliding_window": None},
+    **{key: {"sliding_window": None} for key in "mistral mixtral starcoder2 phi3 phimoe ministral3".split()},
     "mistral3": {"sliding_window": None, "": {"spatial_merge_size": 1}},
     "paligemma": {"": {"projection_dim": 64}, "vision_config": {"projection_dim": 64}},
     "ministral": {"layer_types": SLIDING},
     "dots1": {"layer_types": SLIDING, "sliding_window": 8},
     "smollm3": {"layer_types": SLIDING, "sliding_window": 8, "no_rope_layers": [1, 0, 1, 0]},
     "granitemoehybrid": {"layer_types": LINEAR},
-    "lfm2": {"layer_types": CONV},
-    "lfm2_moe": {"layer_types": CONV},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
-    "gemma3n": {"num_kv_shared_layers": 0},
-    "gemma4_text": GEMMA4,
-    "gemma4": GEMMA4,
-    "gemma4_unified": GEMMA4,
-    "gemma4_unified_text": GEMMA4,
+    **{key: {"layer_types": ["conv", "full_attention"] * 2} for key in ("lfm2", "lfm2_moe")},
+    **{key: {"num_kv_shared_layers": 0} for key in ("gemma3n_text", "gemma3n")},
+    **dict.fromkeys("gemma4_text gemma4 gemma4_unified gemma4_unified_text".split(), GEMMA4),
     "mllama": {"cross_attention_layers": []},
     "llama4": {"moe_layers": [1, 3], "vision_config": LLAMA4_VISION},
     "llama4_text": {"moe_layers": [1, 3]},
@@ -126,8 +115,7 @@ CHANGES = {
     "zaya": {"num_experts_per_tok": 1},
     "qwen2_vl": {**rope(4, 2, 2), "vision_config": {"hidden_size": 64}},
     **{key: {"vision_config": {"deepstack_visual_indexes": [0, 1]}} for key in ("qwen3_vl", "qwen3_vl_moe")},
-    **dict.fromkeys(("qwen2_5_vl", "paddleocr_vl", "glm4v", "glm46v"), rope(4, 2, 2)),
-    "glmga": rope(4, 2, 2),
+    **dict.fromkeys(("qwen2_5_vl", "paddleocr_vl", "glm4v", "glm46v", "glmga", "glm_ocr"), rope(4, 2, 2)),
     "glm4v_moe": {"head_dim": 32, **rope(4, 2, 2)},
     "qwen2_5_omni_thinker": {**rope(4, 2, 2), "": {"vision_start_token_id": 122}},
     "qwen3_omni_moe_thinker": {"": {"vision_start_token_id": 122}},
@@ -137,10 +125,9 @@ CHANGES = {
     "step3p7": {"sliding_window": 8},
     "mamba2": {"head_dim": 32},
     "rwkv": {"attention_hidden_size": 64},
-    "glm_ocr": rope(4, 2, 2),
     "glm5_next": {"qk_rope_head_dim": 0},
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), INDEXER),
-    **{name: {"logit_scale": 1.0} for name in ("cohere", "cohere2", "cohere2_moe")},
+    **{key: {"logit_scale": 1.0} for key in ("cohere", "cohere2", "cohere2_moe")},
     "gemma3": {"mm_tokens_per_image": 4},
 }
 # What transformers raises where a config does not fit, or a package is missing.
@@ -224,9 +211,7 @@ def is_config(value):
 
 def is_text(name, config):
     """Whether a part of a config is the text model."""
-    return not any(
-        word in f"{name} {config.model_type}" for word in ("vision", "visual", "audio", "vq", "former", "sam")
-    )
+    return not any(one in f"{name} {config.model_type}" for one in ("vision", "visual", "audio", "vq", "former", "sam"))
 
 
 def shrunk(config, changes):

@@ -1,7 +1,5 @@
 """fastkv's kernels launched with the driver, and what torch has written of the memory that they are given."""
 
-import importlib
-import pkgutil
 from contextlib import contextmanager
 
 import numpy as np
@@ -10,9 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import fastkv.kernels
 from fastkv.ops import operator
 
+from ..launches import kernel_modules
 from .driver import installed
 from .memory import elements
 
@@ -59,8 +57,7 @@ def executed(driver):
     """Kernels of fastkv are launched with this driver, as on the GPU that it stands for."""
     with installed(driver), pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastkv.backend.interpreted", lambda: True)  # it runs them on the CPU, too
-        for found in pkgutil.iter_modules(fastkv.kernels.__path__):
-            module = importlib.import_module(f"fastkv.kernels.{found.name}")
+        for module in kernel_modules():
             for name, value in vars(module).copy().items():
                 if name == "chip_of":
                     patch.setattr(module, name, lambda device: "80")

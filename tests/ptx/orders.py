@@ -20,19 +20,7 @@ from fastkv.kernels import evict as evict_module
 from fastkv.kernels import operations
 from fastkv.reference import Centroids, LayerState, Moments, Recovery, Selection, Slots
 
-from ..states import (
-    Workspace,
-    copied,
-    deal,
-    encoded,
-    in_pages,
-    in_slab,
-    make_spec,
-    make_state,
-    slab_of,
-    splits,
-    uninitialised_is_nan,
-)
+from ..states import Workspace, copied, encoded, in_pages, in_slab, make_spec, make_state, splits, uninitialised_is_nan
 
 BATCH, HEADS, G = 2, 2, 2
 OWNED = [[3, 9], [8, 1]]  # slots per (sequence, head)
@@ -78,8 +66,9 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape).to(dtype)
 
 
-def layer(dim: int, ragged: bool, dtype=torch.float32, *, parts=None, slots="model") -> LayerState:
-    """Slots of unequal heads, some of them empty or full, with moments of up to six evicted tokens."""
+def layer(dim: int, ragged: bool, dtype=torch.float32, *, parts=None, slots="model", vector=False) -> LayerState:
+    """Slots of unequal heads, some of them empty or full, with moments of up to six evicted tokens; vector: beside
+    slots that hold no values."""
     width = max(map(max, OWNED))
     keys, values = normal(2, BATCH, HEADS, width, dim, dtype=dtype)
     attention = torch.rand(BATCH, HEADS, width)
@@ -91,7 +80,13 @@ def layer(dim: int, ragged: bool, dtype=torch.float32, *, parts=None, slots="mod
     seen = torch.tensor([20, 30])
     rest = {"attention": attention, "parts": known}
     state = encoded(make_state(keys, values, LENGTHS.clone(), positions, seen, moments, **rest), slots)
-    return in_slab(state, OWNED) if ragged else state
+    if vector:
+        keys, positions = normal(BATCH, HEADS, 9, dim, dtype=dtype), torch.randint(0, 20, (BATCH, HEADS, 9)).int()
+        lengths, attention = APPROX_LENGTHS.clone(), torch.rand(BATCH, HEADS, 9)
+        state.approx = Slots(keys, None, lengths, positions, attention=attention)
+        angle = torch.arange(20)[:, None] * 50.0 ** -(torch.arange(dim // 2) / dim * 2)
+        state.recovery = Recovery(normal(HEADS, dim, dim) / 4, angle.cos(), angle.sin())
+    return in_slab(state, OWNED, APPROX_OWNED) if ragged else state
 
 
 def somewhere(state: LayerState, batch: list[int] | None) -> LayerState:
@@ -105,13 +100,9 @@ def somewhere(state: LayerState, batch: list[int] | None) -> LayerState:
 
 
 def decoding(
-    number: int, dim: int = 16, ragged: bool = True, correction: str = "moments", vector: bool = False,
-    rows: list[int] | None = None, **made,
-):  # fmt: skip
-    state = layer(dim, ragged, **made)
-    if vector:
-        state = with_keys_only(state, dim)
-    state = somewhere(state, rows)
+    number: int, dim: int = 16, ragged: bool = True, correction: str = "moments", rows: list[int] | None = None, **made
+):
+    state = somewhere(layer(dim, ragged, **made), rows)
     dtype = state.exact.dtype
     q, k, v = (normal(state.batch, heads, dim, dtype=dtype) for heads in (HEADS * G, HEADS, HEADS))
     spec = make_spec(SCALE, 2.0, correction=correction)
@@ -123,19 +114,6 @@ def decoding(
     with splits(number):
         room = Workspace.for_state(HEADS * G, state)
     return Problem(state, call, room)
-
-
-def with_keys_only(state: LayerState, dim: int) -> LayerState:
-    """The layer with a second tier of slots that hold no values."""
-    starts, size = deal(APPROX_OWNED)
-    width = max(map(max, APPROX_OWNED))
-    keys = normal(BATCH, HEADS, width, dim, dtype=state.exact.keys.dtype)
-    positions = torch.randint(0, 20, (BATCH, HEADS, width), dtype=torch.int32)
-    keys, positions, attention = (slab_of(t, starts, size) for t in (keys, positions, torch.rand(BATCH, HEADS, width)))
-    state.approx = Slots(keys, None, APPROX_LENGTHS.clone(), positions, starts, attention, limit=width)
-    angle = torch.arange(20)[:, None] * 50.0 ** -(torch.arange(dim // 2) / dim * 2)
-    state.recovery = Recovery(normal(HEADS, dim, dim) / 4, angle.cos(), angle.sin())
-    return state
 
 
 def evicting(dim: int, ragged: bool, scan: int = 2048, rows: list[int] | None = None, **made):
