@@ -141,6 +141,7 @@ def test_nobody_s_row_never_fills_up():
         placed = in_pages(state, ROWS, PAGES).at(torch.zeros(2, dtype=torch.int64))
         for _ in range(state.exact.limit + 2):
             ops.decode_step(*(placed if one is state else one for one in arguments))
+        assert placed.exact.lengths[0].max() <= 1
 
 
 def paged(policy, correction="auto"):
