@@ -16,8 +16,6 @@ from .speed.report import PAGE, chapter, machine, write_sections
 from .tables import NONE, Row, chosen, filled, plot, read, table, write_section
 
 FACTS = ("device", "cpu", "driver", "cuda", "torch", "triton", "transformers", "python", "threads", "commit", "source")
-SHAPE = ("heads", "batch", "length", "op")
-TIMED = ("heads", "B", "L", "who", "µs a layer (p20-p80)", "floor, µs", "GB/s of needed bytes", "of copy bandwidth")
 # Shown on the page, at the shapes of the second.
 PEERS = (
     "copy", "fastkv moments", "fastkv default", "SDPA cuDNN", "SDPA flash", "flash-attn 3", "FlashInfer",
@@ -27,39 +25,19 @@ OWN = tuple(f"fastkv {what}" for what in "default,int8,fp8,int4,k8v4,unequal hea
 LENGTH, DRAWN = 4096, "gpu_decode"
 BEGIN = "<!-- on a GPU: written by `python -m perf.report --readme` from perf/results, do not edit -->"
 END = "<!-- on a GPU: end -->"
-STEPS = ("cache", "model", "B", "prompt", "ms a step (p20-p80)", "tokens/s", "first token, s", "GiB")
 
 
-def checks(rows: list[Row]) -> str:
-    """Green and red checks of each operation."""
-    lines = []
-    for op in dict.fromkeys(row["op"] for row in rows):
-        some = chosen(rows, op=op)
-        red = [row["id"] for row in some if not row["passed"]]
-        lines.append((op, len(some) - len(red), ", ".join(red) or "none"))
-    return table(("operation", "cases green", "cases red"), lines) or f"Checks on a GPU: {NONE}.\n"
+def timed(rows: list[Row], part: str) -> list[Row]:
+    """Every contender at every shape, fastkv's first."""
+    found = [row for row in chosen(rows, part=part) if row.get("median_us")]
+    place = ("heads", "batch", "length")
+    return sorted(found, key=lambda row: (*(row[name] for name in place), not row["op"].startswith("fastkv"), row["op"]))
 
 
-def timed(rows: list[Row], part: str, what: str) -> str:
-    """Every contender at every shape, fastkv's first. The floor is the time of the bytes in the fastest copy."""
-    lines = []
-    best = max((row["gbps"] for row in chosen(rows, op="copy") if row.get("gbps")), default=None)
-    for row in chosen(rows, part=part):
-        if row.get("median_us"):
-            times = f"{row['median_us']:.2f} ({row['p20_us']:.2f}-{row['p80_us']:.2f})"
-            gbps, floor, rate = row["gbps"], NONE, NONE
-            if best:
-                floor, rate = f"{row['needed_bytes'] / best / 1e3:.2f}", f"{gbps / best:.1%}"
-            lines.append([*(row[name] for name in SHAPE), times, floor, f"{gbps:.0f}", rate])
-    lines.sort(key=lambda line: (line[:3], not line[3].startswith("fastkv"), line[3]))
-    return table(TIMED, lines) or f"{what} on a GPU: {NONE}.\n"
-
-
-def skipped(files: dict[str, Row]) -> str:
+def skipped(files: dict[str, Row]) -> Counter[tuple[str, str]]:
     """Who could not run, and why."""
     rows = [row for name, file in files.items() if name.startswith("gpu_") for row in file["rows"] if "skipped" in row]
-    found = Counter((row.get("op") or row["cache"], row["skipped"].replace("|", "/")) for row in rows)
-    return table(("who", "why", "shapes"), [(*one, num) for one, num in found.items()])
+    return Counter((row.get("op") or row["cache"], row["skipped"].replace("|", "/")) for row in rows)
 
 
 def beside(rows: list[Row], shown: tuple[str, ...], drawn: Path | None = None) -> str:
@@ -77,51 +55,38 @@ def beside(rows: list[Row], shown: tuple[str, ...], drawn: Path | None = None) -
     return table(("sequences", "tokens kept", *shown), cells)
 
 
+def steps(rows: list[Row]) -> list[Row]:
+    """Decode steps of a whole model, by batch, the full cache first."""
+    return sorted((row for row in rows if "ms" in row), key=lambda row: (row["batch"], row["cache"]))
+
+
+def of_gpu(files: dict[str, Row]) -> list[list[Row]]:
+    """Checks, timings and steps of whole models."""
+    return [files.get(f"gpu_{name}", {"rows": []})["rows"] for name in ("checks", "timings", "model")]
+
+
 def on_gpu(files: dict[str, Row], folder: str = "../perf/results") -> str:
     """What stands between the markers of docs/performance.md, markers included."""
-    rows, whole = (files.get(f"gpu_{name}", {"rows": []})["rows"] for name in ("timings", "model"))
-    if not rows:
-        return f"{BEGIN}\n\nNot measured yet; `python -m perf.gpu` measures it.\n\n{END}"
-    file = files["gpu_timings"]
-    where = f"{machine(file)}, triton {file['environment']['triton']}; commit {file['environment']['commit']}"
-    text = f"Microseconds for one layer of Llama's heads, bf16; {where}; `python -m perf.gpu`:\n\n"
-    text += f"{beside(rows, PEERS)}\n![Decode steps]({folder}/{DRAWN}.png)\n\n"
-    text += f"Other slots and heads, and pages:\n\n{beside(rows, OWN)}\n"
-    return f"{BEGIN}\n\n{text}Whole models, random weights, bf16:\n\n{steps(whole)}\n{END}"
-
-
-def steps(rows: list[Row]) -> str:
-    """Decode steps of a whole model, by batch, the full cache first."""
-    lines = []
-    for row in sorted(rows, key=lambda row: (row["batch"], row["cache"])):
-        if "ms" in row:
-            ms, kept = row["ms"], f", {row['budget']} tokens kept" if row["budget"] else ""
-            line = [row["cache"] + kept, row["model"], row["batch"], row["context"]]
-            line += [f"{ms['p50']:.2f} ({ms['p20']:.2f}-{ms['p80']:.2f})", f"{row['tokens_per_s']:.0f}"]
-            lines.append([*line, f"{row['first_s']:.2f}", f"{row['cache_bytes'] / 2**30:.2f}"])
-    return table(STEPS, lines) or f"Steps of a whole model: {NONE}.\n"
-
-
-def environments(files: dict[str, Row]) -> str:
-    rows = []
-    for name, file in files.items():
-        code = ", ".join(dict.fromkeys(row["source"] for row in file["rows"] if "source" in row))
-        facts = {"source": code, **file["environment"]}
-        rows.append([f"{name}.json", *(facts.get(fact, "") for fact in FACTS)])
-    return table(("file", *FACTS), rows) or "Nothing has been measured.\n"
+    _, rows, whole = of_gpu(files)
+    facts: Row = {"rows": rows, "folder": folder, "drawn": DRAWN, "steps": steps(whole)}
+    if rows:
+        file = files["gpu_timings"]
+        facts |= {"peers": beside(rows, PEERS), "own": beside(rows, OWN), "machine": machine(file)}
+        facts |= {"environment": file["environment"]}
+    return f"{BEGIN}\n\n{filled(Path(__file__).parent / 'gpu' / 'page.jinja', **facts)}\n\n{END}"
 
 
 def write(folder: Path) -> Path:
     """Write the report of the folder's files. Returns its path."""
     files = read(folder)
-    checked, rows, whole = (files.get(f"gpu_{name}", {"rows": []})["rows"] for name in ("checks", "timings", "model"))
-    facts = {"chapter": chapter(files, folder), "machines": environments(files), "checks": checks(checked)}
-    facts |= {"decode": timed(rows, "decode", "Decode steps"), "prompt": timed(rows, "prompt", "Blocks of prompts")}
-    facts |= {"skipped": skipped(files), "steps": steps(whole)}
+    checks, rows, whole = of_gpu(files)
+    copies = [row["gbps"] for row in chosen(rows, op="copy") if row.get("gbps")]
+    facts = {**chapter(files, folder), "files": files, "facts": FACTS, "checks": checks, "skipped": skipped(files)}
+    facts |= {"best": max(copies, default=None), "steps": steps(whole)}
+    facts |= {part: timed(rows, part) for part in ("decode", "prompt")}
     beside(rows, PEERS, folder)
-    left = [name for name, file in files.items() if file.get("complete") is False]
     path = folder / "README.md"
-    path.write_text(filled(Path(__file__).with_suffix(".jinja").read_text(), left=left, **facts) + "\n")
+    path.write_text(filled(Path(__file__).with_suffix(".jinja"), **facts) + "\n")
     return path
 
 
