@@ -16,7 +16,6 @@ tools in the triton wheel. The variants are what recorded launches would compile
 chip, warps and stages. While it is the same, with the same triton, so is the line.
 """
 
-import argparse
 import collections
 import hashlib
 import os
@@ -37,6 +36,7 @@ from triton.compiler.errors import CompilationError
 
 from fastkv.kernels._launch import INTERPRET
 
+from .engine import parser_of
 from .variants import CHIPS, Chip, Variant, recorded
 
 MAX_SPILL = 16  # bytes
@@ -255,12 +255,9 @@ def sample(found: Sequence[Variant]) -> list[Variant]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns: 1 if any variant is beyond a limit, else 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m perf.aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--arch", default="90", choices=[*CHIPS, "all"], help="compute capability or AMD chip (default 90)"
-    )
+    parser = parser_of("perf.aot", __doc__)
+    chips = {"default": "90", "choices": [*CHIPS, "all"]}
+    parser.add_argument("--arch", **chips, help="compute capability or AMD chip (default 90)")
     parser.add_argument("--kernel", help="only this module of fastkv.kernels")
     parser.add_argument("--match", nargs="+", default=[""], help="only variants whose name contains one of these")
     parser.add_argument("--sample", action="store_true", help="only one variant of every kernel function")

@@ -20,7 +20,6 @@ and in machine code of sm_90 what the loop over slots takes to issue, beside wha
     memory        cycles for the bytes of 32 slots on an H200: 19.2 per SM and cycle (4.8 TB/s, 132 SMs, 1.9 GHz)
 """
 
-import argparse
 import json
 import os
 import re
@@ -33,6 +32,7 @@ os.environ["TRITON_INTERPRET"] = "0"  # read when triton is imported
 import torch
 
 from perf.aot import compile_variant, dumped
+from perf.engine import parser_of
 from perf.tables import table
 from perf.variants import SPARE, TOKENS, layer, recorded
 from tests import test_kernels_codes as codes
@@ -170,9 +170,7 @@ def markdown(kept: dict[str, Table]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Count, print, and keep if a file is named."""
-    parser = argparse.ArgumentParser(
-        prog="python -m perf.counts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("perf.counts", __doc__)
     parser.add_argument("--label", default="", help="what to call the numbers of this source")
     parser.add_argument("--out", type=Path, help="JSON file to keep them in, beside those of other labels")
     options = parser.parse_args(arguments)

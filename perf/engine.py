@@ -207,10 +207,15 @@ def source(*places: str, texts: tuple[str, ...] = ()) -> str:
     return digest("fastkv", *places, texts=texts, without=("fastkv/lab", "fastkv/integrations/vllm"))
 
 
-def command(prog: str, text: str | None, minutes: float) -> argparse.ArgumentParser:
-    """The options that all measurements share. text: the docstring, whose example belongs to --help."""
+def parser_of(prog: str, text: str | None) -> argparse.ArgumentParser:
+    """Of the options of `python -m prog`. text: the docstring, whose example belongs to --help."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=text, formatter_class=form)
+    return argparse.ArgumentParser(prog=f"python -m {prog}", description=text, formatter_class=form)
+
+
+def command(prog: str, text: str | None, minutes: float) -> argparse.ArgumentParser:
+    """The options that all measurements share."""
+    parser = parser_of(prog, text)
     parser.add_argument("--minutes", type=float, default=minutes, help="start nothing after so many (%(default)s)")
     parser.add_argument("--fresh", action="store_true", help="do not go on with earlier files")
     parser.add_argument("--retry-skipped", action="store_true", help="try again what could not be measured before")

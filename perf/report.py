@@ -7,11 +7,10 @@
 Writes README.md and PNG plots beside the files. Tables that were not measured say so. Files of dry runs are ignored.
 """
 
-import argparse
 from collections import Counter
 from pathlib import Path
 
-from .engine import RESULTS, ROOT
+from .engine import RESULTS, ROOT, parser_of
 from .speed.report import PAGE, chapter, machine, write_sections
 from .tables import NONE, Row, chosen, filled, plot, read, table, write_section
 
@@ -91,9 +90,7 @@ def write(folder: Path) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m perf.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("perf.report", __doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to read and write (default perf/results)")
     parser.add_argument("--readme", action="store_true", help="write docs/performance.md and the README's table, too")
     options = parser.parse_args(arguments)

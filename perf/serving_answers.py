@@ -125,13 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
         counts = {"right": sum(yes for yes, full in zip(right[who], known) if full)}
         counts["equal"] = sum(one == other for one, other in zip(texts, said[LIBRARY]))
         rows.append({"who": who, "asked": sum(known), **counts, "all": len(texts), "answers": texts})
-    lines = [[row["who"], row["right"], f"{row['equal']} of {row['all']}"] for row in rows]
-    header = ("", f"right, of {sum(known)} that vLLM's own cache answers", f"answers equal to those of `{LIBRARY}`")
-    told = (
-        f"`python -m perf.serving_answers`: {options.texts} texts of {options.length} tokens, {options.budget} tokens "
-    )
-    told += f"per KV head kept in {options.slots}, blocks of {options.block}"
-    write(options.output / "answers.json", options, rows, told, header, lines)
+    write(options.output / "answers.json", options, rows, Path(__file__).with_suffix(".jinja"))
 
 
 if __name__ == "__main__":
