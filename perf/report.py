@@ -28,9 +28,11 @@ END = "<!-- on a GPU: end -->"
 
 def timed(rows: list[Row], part: str) -> list[Row]:
     """Every contender at every shape, fastkv's first."""
-    found = [row for row in chosen(rows, part=part) if row.get("median_us")]
-    place = ("heads", "batch", "length")
-    return sorted(found, key=lambda row: (*(row[name] for name in place), not row["op"].startswith("fastkv"), row["op"]))
+
+    def place(row: Row) -> tuple:
+        return row["heads"], row["batch"], row["length"], not row["op"].startswith("fastkv"), row["op"]
+
+    return sorted((row for row in chosen(rows, part=part) if row.get("median_us")), key=place)
 
 
 def skipped(files: dict[str, Row]) -> Counter[tuple[str, str]]:

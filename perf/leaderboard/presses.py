@@ -1,4 +1,4 @@
-"""kvpress on texts that the leaderboard has read: run in an environment with kvpress and without fastkv.
+"""kvpress on texts that the leaderboard has read: run in an environment with kvpress, where fastkv has its facts alone.
 
     PATH/python -m perf.leaderboard.presses TEXTS OUT MODEL
     PATH/python -m perf.leaderboard.presses TIMES MODEL
@@ -22,6 +22,8 @@ import kvpress
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from fastkv.lab.facts import plain
 
 from .cells import add, missing
 
@@ -52,11 +54,6 @@ PRESSES: dict[str, Callable[[float], Any]] = {
 }
 TIMED = ("KeyDiffPress", "KnormPress", "StreamingLLMPress", "SnapKVPress", "ExpectedAttentionPress", "CompactorPress")
 STEPS = 4
-
-
-def plain(text: str) -> str:
-    """As `fastkv.lab.facts.plain`."""
-    return text.lower().replace(",", "").replace("-", "").replace(" ", "")
 
 
 class Compressed:

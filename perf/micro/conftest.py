@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastkv import ops, reference
 from perf.environment import environment
-from perf.gpu.clock import Work, num_sets, relative_error, samples
+from perf.gpu.clock import Work, num_sets, right, samples
 from perf.gpu.place import Place
 from perf.micro.states import GEMMA, LLAMA, RECENT, SINKS, Heads
 
@@ -147,5 +147,4 @@ def compared(timed: Any) -> Any:
 
 
 def check(got: Tensor, want: Tensor) -> None:
-    error = relative_error(got, want)
-    assert error < WORST[got.device.type], f"relative error {error:.1e}"
+    right(got, want, WORST[got.device.type])

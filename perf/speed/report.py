@@ -1,5 +1,5 @@
-"""Speed of whole models in reports, from perf/results/speed_*.json: comparisons, plots, and what the page on performance
-says; its words and tables: page.jinja, and report.jinja for both reports.
+"""Speed of whole models in reports, from perf/results/speed_*.json: comparisons, plots, and what the pages
+say; their words and tables: page.jinja, front.jinja, and report.jinja.
 """
 
 import statistics
