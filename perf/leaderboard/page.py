@@ -77,7 +77,7 @@ def table_of(rows: list[Row], keeps: Sequence[float]) -> tuple[list[Row], list[f
         told = [(*scores(cell), mean(row["text_kl"] for row in cell)) for cell in cells]
         total = sum(right - 1e-3 * apart for right, _, apart, _ in told)
         lines.append({"policy": name, "cells": told, "total": total})
-    return sorted(lines, key=lambda line: line["total"], reverse=True), columns
+    return sorted(lines, key=lambda line: (line["total"], link(line["policy"])), reverse=True), columns
 
 
 def where_of(rows: list[Row]) -> str:
@@ -134,7 +134,8 @@ def going_on(rows: list[Row], of: Table, keep: float) -> Row:
         told = {"spans": spans, "same": mean(mean(one["top1"]) for one in cells), "worse": worse}
         lines.append({"policy": name, "last": mean(span[-1] for span in spans), **told})
     facts = {"spans": " · ".join(onward.PARTS), "texts": len({row["seed"] for row in rows}), "rows": rows}
-    return {"title": of.title, "keep": keep, "lines": sorted(lines, key=lambda line: line["last"]), **facts}
+    lines.sort(key=lambda line: (line["last"], link(line["policy"])))
+    return {"title": of.title, "keep": keep, "lines": lines, **facts}
 
 
 def on_another_model(file: Path) -> Row:
