@@ -11,7 +11,7 @@ from fastkv.lab.fits import PairSums, pre_rope_pairs, side_by_side
 from fastkv.lab.inspection import dimensions
 
 from .bench import Bench, Text
-from .row import Judged, Measured, mean, number, percent
+from .row import Judged, Measured, mean
 
 SINKS = 4  # first tokens
 
@@ -49,12 +49,9 @@ def vector_r2(bench: Bench) -> dict[str, Any]:
 
 def judge_r2(n: dict[str, Any]) -> Judged:
     """One map a layer explains as much as in the paper, and is positive everywhere."""
-    maps = {"one a layer": n["joint"], "one a KV head": [mean(layer) for layer in n["by_head"]]}
-    maps |= {"one a layer, source code": n["unseen_joint"], "pseudo-inverse": n["inverse"]}
-    rows = [(name, *(number(of(one)) for of in (mean, min, max))) for name, one in maps.items()]
     good = mean(n["joint"]) >= 0.6 and min(n["joint"]) > 0 and mean(n["joint"]) > mean(n["inverse"])
     heads = [r2 for layer in n["by_head"] for r2 in layer]
-    return Judged(good, (("map", "mean", "lowest layer", "highest layer"), *rows), {"heads": heads})
+    return Judged(good, {"heads": heads})
 
 
 def draw_r2(axes: Any, n: dict[str, Any]) -> None:
@@ -110,19 +107,11 @@ def _correlation(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1)).clamp(min=1e-30)
 
 
-PAIRS = {"manifold attention": (0.06, 0.08), "keydiff attention": (0.19, 0.21), "manifold keydiff": (0.72, 0.75)}
-
-
 def judge_correlations(n: dict[str, Any]) -> Judged:
     """Both scores are nearly unrelated to attention, KeyDiff's more related, and they are related to each other."""
-    manifold, keydiff, each = (n[f"{pair} pearson"] for pair in PAIRS)
-    head = ("pair", "Pearson, paper", "ours", "Spearman, paper", "ours", f"Pearson without {SINKS} sinks")
-    rows = [
-        (pair.replace(" ", " ↔ "), number(paper[0], 2), number(n[f"{pair} pearson"]), number(paper[1], 2),
-         number(n[f"{pair} spearman"]), number(n[f"{pair} without"]))
-        for pair, paper in PAIRS.items()
-    ]  # fmt: skip
-    return Judged(manifold < keydiff < each and manifold < 0.3 and each > 0.5, (head, *rows), {"sinks": SINKS})
+    pairs = ("manifold attention", "keydiff attention", "manifold keydiff")
+    manifold, keydiff, each = (n[f"{pair} pearson"] for pair in pairs)
+    return Judged(manifold < keydiff < each and manifold < 0.3 and each > 0.5, {"sinks": SINKS})
 
 
 def dimension(bench: Bench) -> dict[str, Any]:
@@ -140,14 +129,8 @@ def judge_dimension(n: dict[str, Any]) -> Judged:
     pca, two, mle = (mean(head[index] for layer in n["layers"] for head in layer) for index in range(3))
     early, late = (mean(head[1] for layer in part for head in layer) for part in (n["layers"][:5], n["layers"][-5:]))
     share = pca / n["head_dim"]
-    rows = [
-        ("estimate", "paper", "ours"),
-        ("Two-NN", "8.2 to 8.9", number(two, 1)),
-        ("maximum likelihood", "12.0 to 13.3", number(mle, 1)),
-        ("PCA, share of the head", "63 %", percent(share)),
-    ]
     facts = {"pca": pca, "two": two, "mle": mle, "share": share, "early": early, "late": late}
-    return Judged(6 <= two <= 11 and 0.5 <= share <= 0.8, rows, facts)
+    return Judged(6 <= two <= 11 and 0.5 <= share <= 0.8, facts)
 
 
 def draw_dimension(axes: Any, n: dict[str, Any]) -> None:
@@ -184,15 +167,7 @@ def judge_cosines(n: dict[str, Any]) -> Judged:
         "closer": sum(a > b for a, b in zip(flat["chosen"], flat["means"])),
         "layers": sum(max(layer) >= 0 for layer in n["means"]),
     }
-    names = {
-        "keys": ("of keys with their mean", "near 1"),
-        "queries": ("of queries with their mean", "near 1"),
-        "means": ("of mean key and mean query", "below 0 in all heads"),
-        "chosen": ("of KeyDiff's first key and mean query", "above 0"),
-    }
-    rows = [(*told, number(mean(flat[name]))) for name, told in names.items()]
-    good = mean(flat["keys"]) > 0.5 and facts["negative"] == len(flat["means"])
-    return Judged(good, (("cosine", "paper", "ours, mean over heads"), *rows), facts)
+    return Judged(mean(flat["keys"]) > 0.5 and facts["negative"] == len(flat["means"]), facts)
 
 
 def draw_cosines(axes: Any, n: dict[str, Any]) -> None:

@@ -22,12 +22,11 @@ PAPERS = {
 class Judged:
     """What a row's numbers say.
 
-    Attributes: agrees: whether the paper's statement holds; None if that cannot be tested.  table: a head and rows of
-        cells.  facts: what the row's words name besides its numbers.
+    Attributes: agrees: whether the paper's statement holds; None if that cannot be tested.  facts: what the row's words
+        and its table name besides its numbers.
     """
 
     agrees: bool | None
-    table: Sequence[Sequence[object]] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -38,7 +37,8 @@ class Row:
     Attributes:
         name: of its JSON and picture.  paper, place: where the number stands.  claim: what the paper reports.
         setting: the paper's settings and what had to differ.
-        here: the number to compare, in words.  evidence: sentences that say why, with measured numbers.
+        here: the number to compare, in words.  evidence: sentences that say why, with measured numbers.  table: beside
+            what the paper has.
         measure: Bench -> numbers that JSON can hold.  judge: those numbers -> `Judged`.  draw: axes and numbers.
         panels: of the picture, side by side.  why: of a row that cannot be tried.
         keeps, texts, caches, published: see rows.yaml.
@@ -51,6 +51,7 @@ class Row:
     setting: str = ""
     here: str = ""
     evidence: str = ""
+    table: str = ""
     measure: Callable[[Any], dict[str, Any]] | None = None
     judge: Callable[[dict[str, Any]], Judged] | None = None
     draw: Callable[[Any, dict[str, Any]], None] | None = None

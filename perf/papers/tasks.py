@@ -13,7 +13,7 @@ from fastkv.calibration.fits import keep_for
 from fastkv.lab import facts, fits
 
 from .bench import Asked, Bench, Cache, Text, caches
-from .row import PLAIN, Judged, Measured, error, mean, number, percent
+from .row import PLAIN, Judged, Measured, error, mean
 
 FEWEST = 30  # questions that a verdict rests on
 
@@ -83,22 +83,15 @@ def over_shares(n: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return tuple({name: mean(one(n, name, keep) for keep in n["keeps"]) for name in n["caches"]} for one in read)
 
 
-def answers_table(n: dict[str, Any], paper: Mapping[str, Sequence[float | None]] = {}) -> list[list[str]]:
-    """Rows are caches, columns shares of tokens that stay; the paper's numbers in brackets."""
-    rows = [["kept", *(f"{keep:.0%}" for keep in n["keeps"])]]
-    for name in n["caches"]:
-        known = [*paper.get(name, ()), *[None] * len(n["keeps"])]
-        rows.append([name, *(percent(share(n, name, keep)) + (f" ({told})" if told is not None else "")
-                             for keep, told in zip(n["keeps"], known))])  # fmt: skip
-    return rows
-
-
-def judged(n: dict[str, Any], agrees: bool, rows: Sequence[Sequence[object]], **facts: Any) -> Judged:
-    """Of a row about answers. Its words know `told` and `lost`, see `over_shares`, and what both rest on."""
+def judged(n: dict[str, Any], agrees: bool, **facts: Any) -> Judged:
+    """Of a row about answers. Its words know `told` and `lost`, see `over_shares`, what both rest on, and `share` and
+    `nll` of each cell.
+    """
     told, lost = over_shares(n)
     basis = (f"{n['questions']} questions that the full cache answers, of {n['texts']} texts of {n['length']} tokens; "
              f"standard errors are at most {spread(n):.2f}.")  # fmt: skip
-    return Judged(agrees, rows, {"told": told, "lost": lost, "basis": basis, **facts})
+    cells = {"share": partial(share, n), "nll": partial(nll, n)}
+    return Judged(agrees, {"told": told, "lost": lost, "basis": basis, **cells, **facts})
 
 
 def draw_answers(axes: Any, n: dict[str, Any]) -> None:
@@ -117,12 +110,12 @@ def judge_fig5(n: dict[str, Any]) -> Judged:
     ours = [share(n, "compactor", keep) for keep in n["keeps"]]
     others = [max(share(n, name, keep) or 0 for name in n["caches"][1:]) for keep in n["keeps"]]
     ahead = all(one >= other - spread(n) for one, other in zip(ours, others))
-    paper = PLAIN["compactor_ruler"].published
-    short = [told - 100 * one for one, told in zip(ours, paper["compactor"])]  # points
+    paper = PLAIN["compactor_ruler"].published["compactor"]
+    short = [told - 100 * one for one, told in zip(ours, paper)]  # points
     facts = {"ours": ours, "others": others, "ahead": ahead}
     facts["worse_from"] = next((keep for keep, points in zip(n["keeps"], short) if points >= 15), None)
     good = ahead and all(abs(points) < 15 for points in short[:3])
-    return judged(n, good, answers_table(n, paper), **facts)
+    return judged(n, good, **facts)
 
 
 def variants(bench: Bench) -> dict[str, Any]:
@@ -144,14 +137,13 @@ def judge_variants(n: dict[str, Any]) -> Judged:
     names = ("SVD", "QR", "Cholesky (default)")
     apart = max(abs(share(n, a, keep) - share(n, b, keep)) for a in names for b in names for keep in n["keeps"])
     told = over_shares(n)[0]
-    good = apart <= 0.03 and told["SVD"] >= told["leverage only"]
-    return judged(n, good, answers_table(n, PLAIN["compactor_variants"].published), apart=apart)
+    return judged(n, apart <= 0.03 and told["SVD"] >= told["leverage only"], apart=apart)
 
 
 def judge_attention(n: dict[str, Any]) -> Judged:
     """Whether attention helps beside leverage, and what of its form matters."""
     told = over_shares(n)[0]
-    return judged(n, told["as the authors' code"] > told["leverage only"], answers_table(n))
+    return judged(n, told["as the authors' code"] > told["leverage only"])
 
 
 def kept_at(n: dict[str, Any], name: str, quality: float = 0.95) -> float:
@@ -175,9 +167,7 @@ def judge_kept(n: dict[str, Any]) -> Judged:
                    for full, got in zip(n["full_nll"], n["cells"][f"{name} 0.5"]["nll"]) if full is not None)
         for name in n["caches"]
     }  # fmt: skip
-    rows = [(name, percent(PLAIN["compactor_kept"].published[name]), percent(one)) for name, one in kept.items()]
-    head = ("policy", "paper, kept at τ = .95", "ours")
-    return judged(n, ordered and kept["compactor"] < 0.6, (head, *rows), kept=kept, ratio=ratio, ordered=ordered)
+    return judged(n, ordered and kept["compactor"] < 0.6, kept=kept, ratio=ratio, ordered=ordered)
 
 
 def draw_ratios(axes: Any, n: dict[str, Any]) -> None:
@@ -193,15 +183,13 @@ def draw_ratios(axes: Any, n: dict[str, Any]) -> None:
 
 def judge_blocks(n: dict[str, Any]) -> Judged:
     """Reading in blocks costs KeyDiff least."""
-    (keep,), ways, paper = n["keeps"], ("whole", "blocks of 128"), PLAIN["keydiff_blocks"].published
-    ours = {name: [share(n, f"{name}, {way}", keep) for way in ways] for name in paper}
-    losses = {name: [nll(n, f"{name}, {way}", keep) or 0 for way in ways] for name in paper}
+    (keep,), ways, names = n["keeps"], ("whole", "blocks of 128"), ("KeyDiff", "TOVA", "SnapKV")
+    ours = {name: [share(n, f"{name}, {way}", keep) for way in ways] for name in names}
+    losses = {name: [nll(n, f"{name}, {way}", keep) or 0 for way in ways] for name in names}
     best = max(ours, key=lambda name: ours[name][1])
     falls = {name: whole - blocks for name, (whole, blocks) in ours.items()}
-    rows = [("policy", "paper, whole", "paper, blocks", "ours, whole", "ours, blocks")]
-    rows += [(name, *paper[name], *map(percent, ours[name])) for name in ours]
     good = best == "KeyDiff" and falls["KeyDiff"] <= min(falls.values())
-    return judged(n, good, rows, ours=ours, best=best, added={name: b - a for name, (a, b) in losses.items()})
+    return judged(n, good, ours=ours, best=best, added={name: b - a for name, (a, b) in losses.items()})
 
 
 def judge_anchors(n: dict[str, Any]) -> Judged:
@@ -209,10 +197,8 @@ def judge_anchors(n: dict[str, Any]) -> Judged:
     told, lost = over_shares(n)
     anchors, losses = [*told.values()][:4], [*lost.values()][:4]
     apart = max(losses) - min(losses)
-    head, *rows = answers_table(n)
-    rows = [[*row, number(lost[row[0]], 2), PLAIN["keydiff_anchors"].published.get(row[0], "")] for row in rows]
     good = apart <= 0.1 and lost["mean"] < lost["dot"] < lost["Euclidean"]
-    return judged(n, good, [[*head, "NLL", "paper, LongBench at 4K"], *rows], anchors=anchors, apart=apart)
+    return judged(n, good, anchors=anchors, apart=apart)
 
 
 def many_keys(tokenizer: Any, length: int, seed: int) -> facts.Sample:
@@ -247,8 +233,7 @@ def judge_multikey(n: dict[str, Any]) -> Judged:
 def judge_metrics(n: dict[str, Any]) -> Judged:
     """Length matters: L2 before the others, cosine last."""
     told, lost = over_shares(n)
-    good = told["L2"] > max(told["L1"], told["L∞"], told["cosine"]) and lost["L2"] < lost["cosine"]
-    return judged(n, good, answers_table(n))
+    return judged(n, told["L2"] > max(told["L1"], told["L∞"], told["cosine"]) and lost["L2"] < lost["cosine"])
 
 
 # VECTOR.
@@ -280,15 +265,9 @@ def judge_sweep(n: dict[str, Any]) -> Judged:
     best = {keep: min(range(len(SHARES)), key=losses.__getitem__) for keep, losses in lost.items()}
     inside = [keep for keep, index in best.items() if 0 < index < len(SHARES) - 1]
     gain = [losses[2] - losses[0] for losses in lost.values()]
-    paper = PLAIN["vector_sweep"].published
-    rows = [
-        (f"{1 - keep:.2f}", *(f"{percent(share(n, name, keep))} {number(loss, 2)}" + (f" ({told})" if told else "")
-                               for name, loss, told in zip(n["caches"], losses, paper[keep])))
-        for keep, losses in lost.items()
-    ]  # fmt: skip
     facts = {"best": {keep: SHARES[index] for keep, index in best.items()}, "gain": gain, "depths": by_depth(n)}
     good = len(inside) >= 2 and all(value < 0 for value in gain)
-    return judged(n, good, (("p_c", *(f"p_a = {pairs} (1 - p_c)" for pairs in SHARES)), *rows), **facts)
+    return judged(n, good, **facts)
 
 
 def values_or_keys(bench: Bench) -> dict[str, Any]:
@@ -334,8 +313,7 @@ def judge_one_of_two(n: dict[str, Any]) -> Judged:
     losses = {name: [nll(n, name, keep) or 0 for keep in n["keeps"]] for name in n["caches"]}
     gained = {name: [plain - own for plain, own in zip(losses["plain"], one)] for name, one in losses.items()}
     better, less = all(v > k for v, k in zip(gained["V-only"], gained["K-only"])), min(gained["V-only"]) > 0
-    rows = answers_table(n, PLAIN["vector_keys"].published)
-    return judged(n, better and less, rows, losses=losses, better=better, less=less)
+    return judged(n, better and less, losses=losses, better=better, less=less)
 
 
 def by_depth(n: dict[str, Any]) -> list[list[float | None]]:
