@@ -56,11 +56,6 @@ def beside(rows: list[Row], shown: tuple[str, ...], drawn: Path | None = None) -
     return table(("sequences", "tokens kept", *shown), cells)
 
 
-def steps(rows: list[Row]) -> list[Row]:
-    """Decode steps of a whole model, by batch, the full cache first."""
-    return sorted((row for row in rows if "ms" in row), key=lambda row: (row["batch"], row["cache"]))
-
-
 def of_gpu(files: dict[str, Row]) -> list[list[Row]]:
     """Checks, timings and steps of whole models."""
     return [files.get(f"gpu_{name}", {"rows": []})["rows"] for name in ("checks", "timings", "model")]
@@ -69,7 +64,7 @@ def of_gpu(files: dict[str, Row]) -> list[list[Row]]:
 def on_gpu(files: dict[str, Row], folder: str = "../perf/results") -> str:
     """What stands between the markers of docs/performance.md, markers included."""
     _, rows, whole = of_gpu(files)
-    facts: Row = {"rows": rows, "folder": folder, "drawn": DRAWN, "steps": steps(whole)}
+    facts: Row = {"rows": rows, "folder": folder, "drawn": DRAWN, "steps": whole}
     if rows:
         file = files["gpu_timings"]
         facts |= {"peers": beside(rows, PEERS), "own": beside(rows, OWN), "machine": machine(file)}
@@ -83,7 +78,7 @@ def write(folder: Path) -> Path:
     checks, rows, whole = of_gpu(files)
     copies = [row["gbps"] for row in chosen(rows, op="copy") if row.get("gbps")]
     facts = {**chapter(files, folder), "files": files, "facts": FACTS, "checks": checks, "skipped": skipped(files)}
-    facts |= {"best": max(copies, default=None), "steps": steps(whole)}
+    facts |= {"best": max(copies, default=None), "steps": whole}
     facts |= {part: timed(rows, part) for part in ("decode", "prompt")}
     beside(rows, PEERS, folder)
     path = folder / "README.md"

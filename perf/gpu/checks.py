@@ -210,22 +210,10 @@ KINDS = (
 )
 
 
-def without_syncs(place: Place, step: Callable[[Any], None], given: Any) -> None:
-    """Take steps, of which none waits for the device once everything is compiled and recorded."""
-    warm = 2 * EVERY + 1
-    for one in given[:warm]:
-        step(one)
-    place.cuda.synchronize()
-    place.cuda.set_sync_debug_mode("error")  # whatever waits raises
-    try:
-        for one in given[warm:]:
-            step(one)
-    finally:
-        place.cuda.set_sync_debug_mode("default")
-
-
 def logits_of(place: Place, model: Any, ids: Tensor, fed: Tensor, how: str) -> Tensor:
-    """Logits [B, T, V] after each of the tokens fed [B, T] behind a prompt; no step waits for the device."""
+    """Logits [B, T, V] after each of the tokens fed [B, T] behind a prompt; no step waits for the device
+    once everything is compiled and recorded.
+    """
     cache = fastkv.FastKVCache(model)
     model(ids, past_key_values=cache, logits_to_keep=1)
     positions = torch.full_like(fed[:, :1], ids.shape[1])
@@ -236,12 +224,15 @@ def logits_of(place: Place, model: Any, ids: Tensor, fed: Tensor, how: str) -> T
     if how == "captured":
         step = fastkv.capture_decode(model, cache, len(ids))
     found = []
-
-    def decode(token: Tensor) -> None:
-        found.append(step(token.contiguous()).clone())
-        positions.add_(1)
-
-    without_syncs(place, decode, fed.split(1, 1))
+    try:
+        for number, token in enumerate(fed.split(1, 1)):
+            if number == 2 * EVERY + 1:
+                place.cuda.synchronize()
+                place.cuda.set_sync_debug_mode("error")  # whatever waits raises
+            found.append(step(token.contiguous()).clone())
+            positions.add_(1)
+    finally:
+        place.cuda.set_sync_debug_mode("default")
     return torch.stack(found, 1)
 
 

@@ -65,10 +65,6 @@ class Case:
     seconds: float = 0.8
 
     @property
-    def peer(self) -> bool:
-        return not self.memory
-
-    @property
     def row(self) -> Row:
         """The case as data."""
         row = {"part": self.part, "op": self.op, "heads": self.heads.name, "batch": self.batch, "length": self.length}

@@ -32,21 +32,19 @@ def planned(place: Place) -> dict[str, list[Job]]:
     def on(heads: Heads) -> list[Job]:
         return [of_heads(place, heads, name, one) for name in checks.PER_HEADS for one in checks.CORRECTIONS]
 
-    def timed(cases: list[Case]) -> list[Job]:
-        return [timing(place, case) for case in cases]
-
+    timed = {name: [timing(place, case) for case in cases] for name, cases in timings.cases().items()}
     steps = partial(of_steps, place)
     first, *others = checks.KINDS
     captured = [steps(family, kind, "captured") for kind in checks.KINDS for family in checks.FAMILIES]
     compiled = [*(steps("llama", kind, "compiled") for kind in others), steps("gemma-3", first, "compiled")]
     return {
         "device": [*on(LLAMA), captured[0], steps("llama", first, "compiled")],
-        "key": timed(timings.key_cases()),
+        "key": timed["key"],
         "model": [whole(place, case) for case in whole_cases()],
-        "prompt": timed(timings.prompt_cases()),
+        "prompt": timed["prompt"],
         "kernels": [check(place, "kernels", {"op": "kernels"}, checks.check_kernels, 300.0)],
         "steps": [*captured[1:], *compiled],
-        "decode": [*on(GEMMA), *timed(timings.other_cases())],
+        "decode": [*on(GEMMA), *timed["decode"]],
     }
 
 
@@ -102,5 +100,5 @@ def whole(place: Place, case: Whole) -> Job:
 def timing(place: Place, case: Case) -> Job:
     """Of one decode step: fastkv's waits for the checks on its heads."""
     needs = [f"{name}[{case.heads.name}-{case.memory}]" for name in checks.PER_HEADS] if case.memory else []
-    told = {"optional": case.peer, "needs": tuple(needs), "seconds": case.seconds, "file": "gpu_timings"}
+    told = {"optional": not case.memory, "needs": tuple(needs), "seconds": case.seconds, "file": "gpu_timings"}
     return Job(case.name, case.row, partial(timings.run, case, place), code_of(case.build), **told)

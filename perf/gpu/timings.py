@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -146,25 +147,20 @@ def decode_cases(
     return found
 
 
-def key_cases() -> list[Case]:
-    """At six shapes the default's step beside everybody else."""
-    return decode_cases(LLAMA, KEY, [DEFAULT], [*PEERS])
-
-
-def prompt_cases() -> list[Case]:
-    """Blocks of prompts over slots, beside the same tokens' attention to themselves alone."""
-    return [
-        Case("prompt", name, LLAMA, *shape, build, memory, seconds=2.0)
-        for shape in PROMPTS
-        for name, (memory, build) in BLOCKS.items()
-    ]
-
-
-def other_cases() -> list[Case]:
-    """Every step of fastkv at these shapes; other heads and shapes, beside a copy and FlashInfer."""
+def cases() -> dict[str, list[Case]]:
+    """By section of the plan: at six shapes the default's step beside everybody else; blocks of prompts over slots,
+    beside the same tokens' attention to themselves alone; every step of fastkv at these shapes, and other heads and
+    shapes, beside a copy and FlashInfer.
+    """
     rest, few = [name for name in OWN if name != DEFAULT], ("copy", "FlashInfer")
-    found = decode_cases(LLAMA, KEY, rest, ()) + decode_cases(GEMMA, KEY, [DEFAULT, *rest[:2]], few)
-    return found + [one for shape in OTHERS for h in (LLAMA, GEMMA) for one in decode_cases(h, [shape], [DEFAULT], few)]
+    blocks = product(PROMPTS, BLOCKS.items())
+    other = decode_cases(LLAMA, KEY, rest, ()) + decode_cases(GEMMA, KEY, [DEFAULT, *rest[:2]], few)
+    other += [one for shape in OTHERS for h in (LLAMA, GEMMA) for one in decode_cases(h, [shape], [DEFAULT], few)]
+    return {
+        "key": decode_cases(LLAMA, KEY, [DEFAULT], [*PEERS]),
+        "prompt": [Case("prompt", name, LLAMA, *at, build, of, seconds=2.0) for at, (name, (of, build)) in blocks],
+        "decode": other,
+    }
 
 
 def run(case: Case, place: Place) -> Row:

@@ -129,15 +129,13 @@ def run(
         for part, text in enumerate(texts_of(TABLES[names[0]], model, tokenizer, seed)):
             for name, cell in waiting:
                 if cell["part"] == part:
-                    found = measured(TABLES[name], model, tokenizer, text, cell["policy"], cell["keep"])
+                    table, one = TABLES[name], (cell["policy"], cell["keep"])
+                    if table.question == "none":
+                        found = onward.cell(model, text, *one, table.settings)
+                    else:
+                        found = measure.cell(model, tokenizer, text, *one, table.equal, table.settings)
                     add(RESULTS / f"{name}.jsonl", cell | found | told)
                     print(f"{name} {seed}: {next(done)}/{len(left)} cells", flush=True)
-
-
-def measured(table: Table, model: Any, tokenizer: Any, text: Any, policy: str, keep: float) -> dict[str, Any]:
-    if table.question == "none":
-        return onward.cell(model, text, policy, keep, table.settings)
-    return measure.cell(model, tokenizer, text, policy, keep, table.equal, table.settings)
 
 
 def clock(model: Any, tokenizer: Any, told: dict[str, Any], python: str | None = None, where: str = "") -> None:

@@ -146,15 +146,16 @@ def judge_attention(n: dict[str, Any]) -> Judged:
     return judged(n, told["as the authors' code"] > told["leverage only"])
 
 
+def triples(n: dict[str, Any], name: str, keep: float) -> list[fits.Triple]:
+    """Of each text with answers: share of tokens, NLL of the text, and the quality that is left."""
+    texts = zip(n["text_nll"], n["full_nll"], n["cells"][f"{name} {keep}"]["nll"])
+    known = [(own, max(full, fits.FLOOR), got) for own, full, got in texts if full is not None and got is not None]
+    return [fits.Triple(keep, own, min(full / max(got, fits.FLOOR), 1.0)) for own, full, got in known]
+
+
 def kept_at(n: dict[str, Any], name: str, quality: float = 0.95) -> float:
     """Share of tokens that the fitted curve keeps for a quality, mean over the texts."""
-    told = [
-        fits.Triple(keep, nll, min(max(full, fits.FLOOR) / max(got, fits.FLOOR), 1.0))
-        for keep in n["keeps"]
-        for nll, full, got in zip(n["text_nll"], n["full_nll"], n["cells"][f"{name} {keep}"]["nll"])
-        if full is not None and got is not None
-    ]
-    alpha, beta = fits.fit_curve(told)
+    alpha, beta = fits.fit_curve([one for keep in n["keeps"] for one in triples(n, name, keep)])
     return keep_for(quality, alpha * torch.tensor(n["text_nll"]).double() + beta).mean().item()
 
 
@@ -162,11 +163,7 @@ def judge_kept(n: dict[str, Any]) -> Judged:
     """Compactor needs the fewest tokens, random eviction the most."""
     kept = {name: kept_at(n, name) for name in n["caches"]}
     ordered = kept["compactor"] == min(kept.values())
-    ratio = {
-        name: mean(min(max(full, 0.05) / max(got, 0.05), 1.0)
-                   for full, got in zip(n["full_nll"], n["cells"][f"{name} 0.5"]["nll"]) if full is not None)
-        for name in n["caches"]
-    }  # fmt: skip
+    ratio = {name: mean(one.quality for one in triples(n, name, 0.5)) for name in n["caches"]}
     return judged(n, ordered and kept["compactor"] < 0.6, kept=kept, ratio=ratio, ordered=ordered)
 
 
