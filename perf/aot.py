@@ -109,13 +109,6 @@ def dumped(cubin: bytes) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def read_cubin(cubin: bytes) -> tuple[dict[str, int], list[str]]:
-    """Resource usage and the names of all instructions."""
-    text = dumped(cubin)
-    usage = {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED):(\d+)", text)}
-    return usage, re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)", text)
-
-
 def count(names: list[str], prefixes: tuple[str, ...]) -> int:
     """How many instruction names contain one of the given pieces."""
     return sum(any(piece in name for piece in prefixes) for name in names)
@@ -199,7 +192,9 @@ def check(variant: Variant) -> str:
         ctas = min(waves * 4 // num_warps, chip.per_sm // max(shared, 1))
     else:
         text = compiled.asm["ptx"]
-        usage, names = read_cubin(compiled.asm["cubin"])
+        machine = dumped(compiled.asm["cubin"])
+        usage = {k: int(v) for k, v in re.findall(r"(REG|STACK):(\d+)", machine)}
+        names = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)", machine)
         registers = usage["REG"]
         spill = spilled_bytes(text, chip.target.arch) if usage["STACK"] else 0  # what is spilled lies on the stack
         per_cta = -(-registers // 8) * 8 * 32 * num_warps
@@ -220,7 +215,8 @@ def check(variant: Variant) -> str:
 class Table:
     """A file of lines, sorted, that is written as it grows.
 
-    Attributes: made: what is known of what was compiled and is within limits, by its digest.
+    Attributes: lines: by title, a digest and what is said of it.  made: what was said of what was compiled and is within
+        limits, by its digest.
     """
 
     def __init__(self, path: Path) -> None:
@@ -229,12 +225,13 @@ class Table:
         written = path.read_text().splitlines() if path.exists() else [self.first]
         if written[0] != self.first:
             raise SystemExit(f"{path} is of {written[0]}, not of {self.first}; name another file")
-        self.lines = {line.split("  ir ")[0].rstrip(): line for line in written[1:] if "  ir " in line}
-        made = (line.split("  ir ")[1].split("  ", 1) for line in self.lines.values() if line.endswith("  ok"))
-        self.made = {of: said for of, said in made}
+        cut = (re.fullmatch(r"(.*)  ir (\S+)  (.*)", line) for line in written[1:])
+        self.lines = {found[1]: (found[2], found[3]) for found in cut if found}
+        self.made = {of: said for of, said in self.lines.values() if said.endswith("  ok")}
 
-    def add(self, variant: Variant, line: str) -> None:
-        self.lines[title(variant)] = line
+    def add(self, variant: Variant, of: str, said: str) -> None:
+        self.lines[title(variant)] = of, said
+        self.made |= {of: said} if said.endswith("  ok") else {}
         self.write()
 
     def keep(self, found: Sequence[Variant]) -> None:
@@ -244,8 +241,8 @@ class Table:
         self.write()
 
     def write(self) -> None:
-        """The first line, and the others in order."""
-        self.path.write_text("\n".join([self.first, *(self.lines[name] for name in sorted(self.lines))]) + "\n")
+        lines = (f"{name}  ir {of}  {said}" for name, (of, said) in sorted(self.lines.items()))
+        self.path.write_text("\n".join([self.first, *lines]) + "\n")
 
 
 def sample(found: Sequence[Variant]) -> list[Variant]:
@@ -268,23 +265,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("triton", triton.__version__)
     table = Table(options.table) if options.table else None
     found = [variant for chip in (CHIPS if options.arch == "all" else [options.arch]) for variant in recorded(chip)]
-    known = sorted({one.of.partition(".")[0] for one in found})
-    if options.kernel not in (None, *known):
-        raise SystemExit(f"no kernel module named {options.kernel!r}; there are {', '.join(known)}")
-    chosen = [one for one in found if one.of.startswith(f"{options.kernel or ''}.") or not options.kernel]
+    modules = sorted({one.of.partition(".")[0] for one in found})
+    if options.kernel not in (None, *modules):
+        raise SystemExit(f"no kernel module named {options.kernel!r}; there are {', '.join(modules)}")
+    chosen = [one for one in found if options.kernel in (None, one.of.partition(".")[0])]
     chosen = [one for one in chosen if any(part in one.name for part in options.match)]
     lines, compiled = [], 0
     for variant in sample(chosen) if options.sample else chosen:
         of = digest(variant) if table else "-" * 12
-        said = table.made.get(of) if table else None
-        line = f"{title(variant)}  ir {of}  {said or check(variant)}"
+        known = table.made.get(of) if table else None
+        lines.append(known or check(variant))
         if table:
-            table.add(variant, line)
-            table.made |= {of: line.split("  ir ")[1].split("  ", 1)[1]} if line.endswith("  ok") else {}
-        if said is None:
+            table.add(variant, of, lines[-1])
+        if known is None:
             compiled += 1
-            print(line, flush=True)
-        lines.append(line)
+            print(f"{title(variant)}  ir {of}  {lines[-1]}", flush=True)
     if table and options.arch == "all":
         table.keep(found)
     fine = sum(line.endswith("  ok") for line in lines)

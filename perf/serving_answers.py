@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from openai import APIError, OpenAI
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import fastkv
 from fastkv.lab import facts, pretrained
@@ -89,9 +89,9 @@ def asked(client: OpenAI, model: str, prompts: list[list[int]]) -> list[str]:
 
 
 @torch.no_grad()
-def alone(model: str, tokenizer: Any, options: argparse.Namespace, prompts: list[list[int]]) -> list[str]:
+def alone(options: argparse.Namespace, prompts: list[list[int]]) -> list[str]:
     """Greedy answers of the library, each prompt by itself, with the settings of the server."""
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    loaded, tokenizer = pretrained.load(options.model)
     budget = fastkv.Budget(tokens=options.budget, context=options.length + ROOM)
     fastkv.patch(loaded, budget=budget, prefill_block=options.block, slots=options.slots)
     said = []
@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
             with server(model, options, settings, Path(logs, "server.log")) as client:
                 said[who] = asked(client, model, prompts)
             print(f"{who}: {len(prompts)} answers", flush=True)
-    said[LIBRARY] = alone(model, tokenizer, options, prompts)
+    said[LIBRARY] = alone(options, prompts)
     right = {who: [one.answered_by(text) for text, (_, one) in zip(texts, questions)] for who, texts in said.items()}
     known, rows = right[STOCK], []
     for who, texts in said.items():

@@ -5,9 +5,10 @@ are for an H200 with 16 cores.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from typing import Any
 
 from .. import engine
@@ -28,23 +29,19 @@ FASTDMS = "qwen3-8b", 8192, 8  # model, context and sequences that FastDMS repor
 
 def planned(place: Place) -> dict[str, list[Job]]:
     """Everything, by section, the most important first."""
-
-    def on(heads: Heads) -> list[Job]:
-        return [of_heads(place, heads, name, one) for name in checks.PER_HEADS for one in checks.CORRECTIONS]
-
     timed = {name: [timing(place, case) for case in cases] for name, cases in timings.cases().items()}
     steps = partial(of_steps, place)
     first, *others = checks.KINDS
     captured = [steps(family, kind, "captured") for kind in checks.KINDS for family in checks.FAMILIES]
     compiled = [*(steps("llama", kind, "compiled") for kind in others), steps("gemma-3", first, "compiled")]
     return {
-        "device": [*on(LLAMA), captured[0], steps("llama", first, "compiled")],
+        "device": [*of_heads(place, LLAMA), captured[0], steps("llama", first, "compiled")],
         "key": timed["key"],
         "model": [whole(place, case) for case in whole_cases()],
         "prompt": timed["prompt"],
         "kernels": [check(place, "kernels", {"op": "kernels"}, checks.check_kernels, 300.0)],
         "steps": [*captured[1:], *compiled],
-        "decode": [*on(GEMMA), *timed["decode"]],
+        "decode": [*of_heads(place, GEMMA), *timed["decode"]],
     }
 
 
@@ -59,11 +56,12 @@ def check(place: Place, name: str, case: Row, found: Callable[..., Any], seconds
     return Job(name, case, run, code_of(found), seconds=seconds, file="gpu_checks")
 
 
-def of_heads(place: Place, heads: Heads, name: str, correction: str) -> Job:
+def of_heads(place: Place, heads: Heads) -> Iterator[Job]:
     """Of the decode step, on a device."""
-    case, seconds = {"op": name, "heads": heads.name, "correction": correction}, 20.0 if name == "ticket" else 8.0
-    given = {"heads": place.heads(heads), "correction": correction}
-    return check(place, f"{name}[{heads.name}-{correction}]", case, checks.PER_HEADS[name], seconds, **given)
+    for name, correction in product(checks.PER_HEADS, checks.CORRECTIONS):
+        case, seconds = {"op": name, "heads": heads.name, "correction": correction}, 20.0 if name == "ticket" else 8.0
+        given = {"heads": place.heads(heads), "correction": correction}
+        yield check(place, f"{name}[{heads.name}-{correction}]", case, checks.PER_HEADS[name], seconds, **given)
 
 
 def of_steps(place: Place, family: str, kind: tuple[str, str, str], how: str) -> Job:

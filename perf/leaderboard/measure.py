@@ -59,8 +59,8 @@ def read(model: Any, tokenizer: Any, sample: facts.Sample) -> Text:
             found.append((question, spoken[:end]))
     along = forced(model, forked(reading.full(), len(found)), found) if found else []
     told = [Answer(*one, log_probs) for one, log_probs in zip(found, along)]
-    goes_on = model(torch.tensor([sample.continuation]), past_key_values=reading.full()).logits[0]
-    return Text(sample, reading, len(sample.questions), told, goes_on.float().log_softmax(-1))
+    (goes_on,) = log_probabilities(model, reading.full(), [sample.continuation])
+    return Text(sample, reading, len(sample.questions), told, goes_on)
 
 
 def forced(model: Any, cache: Any, answers: list[tuple[facts.Question, list[int]]]) -> list[Tensor]:
@@ -119,8 +119,7 @@ def cell(
     found["slots"] = cache.compressed[0].cache.config.slots.name
     if text.answers:
         found |= judged(model, tokenizer, text, cache)
-    goes_on = model(torch.tensor([text.sample.continuation]), past_key_values=cache.clone()).logits[0]
-    log_probs = goes_on.float().log_softmax(-1)
+    (log_probs,) = log_probabilities(model, cache.clone(), [text.sample.continuation])
     found["text_kl"] = kl(text.next, log_probs).mean().item()
     return found | {"top1": (text.next.argmax(-1) == log_probs.argmax(-1)).float().mean().item()}
 

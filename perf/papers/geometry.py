@@ -11,12 +11,12 @@ from fastkv.lab.fits import PairSums, pre_rope_pairs, side_by_side
 from fastkv.lab.inspection import dimensions
 
 from .bench import Bench, Text
-from .row import Judged, Measured, mean
+from .row import Judged, mean
 
 SINKS = 4  # first tokens
 
 
-def vector_r2(bench: Bench) -> dict[str, Any]:
+def measure_vector_r2(bench: Bench) -> dict[str, Any]:
     """R^2 on held-out text of three maps from keys before the rotation to values (VECTOR, Sec. 3.1).
 
     joint: one least-squares map a layer, of all heads together; by head: one a KV head; inverse: the Moore-Penrose
@@ -47,14 +47,14 @@ def vector_r2(bench: Bench) -> dict[str, Any]:
     return {**found, "tokens": fitted * length, "held_out": held * length, "threshold": required_r2()}
 
 
-def judge_r2(n: dict[str, Any]) -> Judged:
+def judge_vector_r2(n: dict[str, Any]) -> Judged:
     """One map a layer explains as much as in the paper, and is positive everywhere."""
     good = mean(n["joint"]) >= 0.6 and min(n["joint"]) > 0 and mean(n["joint"]) > mean(n["inverse"])
     heads = [r2 for layer in n["by_head"] for r2 in layer]
     return Judged(good, {"heads": heads})
 
 
-def draw_r2(axes: Any, n: dict[str, Any]) -> None:
+def draw_vector_r2(axes: Any, n: dict[str, Any]) -> None:
     axes[0].plot(n["joint"], label="one map a layer")
     axes[0].plot([mean(layer) for layer in n["by_head"]], label="one map a KV head")
     axes[0].plot([max(value, -1) for value in n["inverse"]], label="pseudo-inverse (cut at -1)")
@@ -74,7 +74,7 @@ def attention_received(q: Tensor, k: Tensor, scale: float, queries: int | None) 
     return total / (num - torch.arange(num).clamp(min=first))
 
 
-def correlations(bench: Bench) -> dict[str, Any]:
+def measure_manifold_correlation(bench: Bench) -> dict[str, Any]:
     """Pearson and Spearman correlation of scores and of attention received, mean over heads (ManifoldKV, Table 18)."""
     texts, length = bench.size(2, 1), bench.size(2048, 160)
     found: dict[str, list[float]] = {}
@@ -107,14 +107,14 @@ def _correlation(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1)).clamp(min=1e-30)
 
 
-def judge_correlations(n: dict[str, Any]) -> Judged:
+def judge_manifold_correlation(n: dict[str, Any]) -> Judged:
     """Both scores are nearly unrelated to attention, KeyDiff's more related, and they are related to each other."""
     pairs = ("manifold attention", "keydiff attention", "manifold keydiff")
     manifold, keydiff, each = (n[f"{pair} pearson"] for pair in pairs)
     return Judged(manifold < keydiff < each and manifold < 0.3 and each > 0.5, {"sinks": SINKS})
 
 
-def dimension(bench: Bench) -> dict[str, Any]:
+def measure_manifold_dimension(bench: Bench) -> dict[str, Any]:
     """Intrinsic dimension of the cached keys of every head (ManifoldKV, Eqs. 15 to 17)."""
     length = bench.size(2048, 160)
     reading = Text(bench, bench.stretch(length, 0))
@@ -124,7 +124,7 @@ def dimension(bench: Bench) -> dict[str, Any]:
     return {"tokens": length, "head_dim": k.shape[-1], "layers": layers}
 
 
-def judge_dimension(n: dict[str, Any]) -> Judged:
+def judge_manifold_dimension(n: dict[str, Any]) -> Judged:
     """Two-NN near nine, and PCA at two thirds of the head's size."""
     pca, two, mle = (mean(head[index] for layer in n["layers"] for head in layer) for index in range(3))
     early, late = (mean(head[1] for layer in part for head in layer) for part in (n["layers"][:5], n["layers"][-5:]))
@@ -133,13 +133,13 @@ def judge_dimension(n: dict[str, Any]) -> Judged:
     return Judged(6 <= two <= 11 and 0.5 <= share <= 0.8, facts)
 
 
-def draw_dimension(axes: Any, n: dict[str, Any]) -> None:
+def draw_manifold_dimension(axes: Any, n: dict[str, Any]) -> None:
     for index, name in enumerate(("PCA, 95 % of the variance", "Two-NN", "maximum likelihood")):
         axes[0].plot([mean(head[index] for head in layer) for layer in n["layers"]], label=name)
     axes[0].set(xlabel="layer", ylabel="intrinsic dimension")
 
 
-def cosines(bench: Bench) -> dict[str, Any]:
+def measure_keydiff_cosines(bench: Bench) -> dict[str, Any]:
     """Cosine of keys and of queries with their mean, both means, and KeyDiff's first choice (Figs. 13, 14, 16)."""
     length = bench.size(2048, 160)
     reading = Text(bench, bench.stretch(length, 0))
@@ -158,7 +158,7 @@ def cosines(bench: Bench) -> dict[str, Any]:
     return {"tokens": length, **found}
 
 
-def judge_cosines(n: dict[str, Any]) -> Judged:
+def judge_keydiff_cosines(n: dict[str, Any]) -> Judged:
     """Keys are collinear; in every head the mean query points away from the mean key."""
     flat = {name: [x for layer in n[name] for x in layer] for name in ("keys", "queries", "means", "chosen")}
     facts = {
@@ -170,7 +170,7 @@ def judge_cosines(n: dict[str, Any]) -> Judged:
     return Judged(mean(flat["keys"]) > 0.5 and facts["negative"] == len(flat["means"]), facts)
 
 
-def draw_cosines(axes: Any, n: dict[str, Any]) -> None:
+def draw_keydiff_cosines(axes: Any, n: dict[str, Any]) -> None:
     """Collinearity over layers; cosine of the means, a point a head."""
     for name in ("keys", "queries"):
         axes[0].plot([mean(layer) for layer in n[name]], label=f"{name} and their mean")
@@ -179,11 +179,3 @@ def draw_cosines(axes: Any, n: dict[str, Any]) -> None:
     axes[1].scatter(*zip(*points), s=8, label="mean key and mean query, a query head")
     axes[1].axhline(0, color="#444444", linewidth=0.8)
     axes[1].set(xlabel="layer", ylabel="cosine")
-
-
-MEASURED: dict[str, Measured] = {
-    "vector_r2": (vector_r2, judge_r2, draw_r2),
-    "manifold_correlation": (correlations, judge_correlations),
-    "manifold_dimension": (dimension, judge_dimension, draw_dimension),
-    "keydiff_cosines": (cosines, judge_cosines, draw_cosines),
-}

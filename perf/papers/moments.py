@@ -9,7 +9,7 @@ from fastkv import Budget
 from fastkv.lab.fidelity import Full, Witness, distance, feed
 
 from .bench import Bench, Text, caches
-from .row import Judged, Measured, mean
+from .row import Judged, mean
 
 BUDGETS = (128, 256, 512)
 
@@ -62,7 +62,7 @@ def least_mass(reading: Text, tokens: int) -> list[float]:
     return found
 
 
-def why(bench: Bench) -> dict[str, Any]:
+def measure_momentkv_error(bench: Bench) -> dict[str, Any]:
     """Mass, angle and error of eviction by H2O (Fig. 2)."""
     steps, whole = bench.size(16, 4), bench.size(4096, 256)
     found = []
@@ -82,13 +82,13 @@ def why(bench: Bench) -> dict[str, Any]:
     return {"caches": found, "steps": steps, "common_value": common}
 
 
-def judge_why(n: dict[str, Any]) -> Judged:
+def judge_momentkv_error(n: dict[str, Any]) -> Judged:
     """Little mass is evicted, nearly orthogonal to what stays, and the error is large all the same."""
     first = {name: mean(n["caches"][0][name]) for name in ("mass", "cosine", "own", "least")}
     return Judged(first["mass"] < 0.1 and abs(first["cosine"]) < 0.1 and first["own"] > 0.2, {"first": first})
 
 
-def draw_why(axes: Any, n: dict[str, Any]) -> None:
+def draw_momentkv_error(axes: Any, n: dict[str, Any]) -> None:
     first = n["caches"][0]
     for axis, name, title in zip(axes, ("mass", "cosine", "own"), ("evicted mass", "cos(f_E, f_R)", "relative error")):
         axis.plot(first[name], label=f"L = {first['tokens']}, mean {mean(first[name]):.3f}")
@@ -96,7 +96,7 @@ def draw_why(axes: Any, n: dict[str, Any]) -> None:
         axis.set(xlabel="layer", ylabel=title)
 
 
-def components(bench: Bench) -> dict[str, Any]:
+def measure_momentkv_components(bench: Bench) -> dict[str, Any]:
     """Error and KL of each component at equal tokens (Fig. 3, Tables 3 and 4)."""
     steps, texts = bench.size(20, 4), bench.size(2, 1)
     context, budgets = bench.size(4096, 256), (64,) if bench.quick else BUDGETS
@@ -116,7 +116,7 @@ def components(bench: Bench) -> dict[str, Any]:
     return {"caches": found, "budgets": list(budgets), "context": context, "steps": steps, "texts": texts}
 
 
-def judge_components(n: dict[str, Any]) -> Judged:
+def judge_momentkv_components(n: dict[str, Any]) -> Judged:
     """Correction helps several times as much as its eviction rule, first order more than zeroth."""
     least, parts = n["budgets"][0], ("MI", "NC", "both", "order 0", "chunks")
 
@@ -130,7 +130,7 @@ def judge_components(n: dict[str, Any]) -> Judged:
     return Judged(own["NC"] > 2 * max(own["MI"], 0) and own["both"] > own["order 0"] > 0, facts)
 
 
-def draw_components(axes: Any, n: dict[str, Any]) -> None:
+def draw_momentkv_components(axes: Any, n: dict[str, Any]) -> None:
     """Error over layers without and with moments, and how close the estimate is; as Fig. 3."""
     least = n["budgets"][0]
     for name in ("SnapKV", "order 0", "both"):
@@ -140,9 +140,3 @@ def draw_components(axes: Any, n: dict[str, Any]) -> None:
     layers = [one[1] for one in n["caches"][f"both {least}"]["layers"]]
     axes[1].plot([mean(column) for column in zip(*layers)], label="cos(f_E, its estimate)")
     axes[1].set(xlabel="layer", ylabel="cosine", ylim=(0, 1))
-
-
-MEASURED: dict[str, Measured] = {
-    "momentkv_error": (why, judge_why, draw_why),
-    "momentkv_components": (components, judge_components, draw_components),
-}

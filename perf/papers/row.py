@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
+from types import ModuleType
 from typing import Any
 
 import yaml
@@ -67,16 +68,16 @@ class Row:
         return self.name.replace("_", "-")
 
 
-Measured = tuple[Callable[..., Any], ...]  # of a row: `measure`, `judge` and, if it has one, `draw`
-
-
 TOLD = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text(encoding="utf-8"))  # the rows, in order
 PLAIN = {row["name"]: Row(**row) for row in TOLD if "name" in row}  # without functions
 
 
-def listed(measured: Mapping[str, Measured]) -> tuple[Row, ...]:
-    """The rows of rows.yaml, in the order of the page."""
-    ways = [dict(zip(("measure", "judge", "draw"), measured.get(row.get("name"), ()))) for row in TOLD]
+def listed(*modules: ModuleType) -> tuple[Row, ...]:
+    """The rows of rows.yaml, in the order of the page, with the functions of modules that are named after them:
+    `measure_NAME`, `judge_NAME` and, if it has a picture, `draw_NAME`.
+    """
+    known = {name: one for module in modules for name, one in vars(module).items()}
+    ways = [{way: known.get(f"{way}_{row.get('name')}") for way in ("measure", "judge", "draw")} for row in TOLD]
     return tuple(Row(**row, **way) for row, way in zip(TOLD, ways))
 
 

@@ -13,7 +13,7 @@ from fastkv.calibration.fits import keep_for
 from fastkv.lab import facts, fits
 
 from .bench import Asked, Bench, Cache, Text, caches
-from .row import PLAIN, Judged, Measured, error, mean
+from .row import PLAIN, Judged, error, mean
 
 FEWEST = 30  # questions that a verdict rests on
 
@@ -94,7 +94,7 @@ def judged(n: dict[str, Any], agrees: bool, **facts: Any) -> Judged:
     return Judged(agrees, {"told": told, "lost": lost, "basis": basis, **cells, **facts})
 
 
-def draw_answers(axes: Any, n: dict[str, Any]) -> None:
+def draw_compactor_ruler(axes: Any, n: dict[str, Any]) -> None:
     """Right answers over the share kept, a line a cache."""
     for name in n["caches"][:7]:
         line = [100 * (share(n, name, keep) or 0) for keep in n["keeps"]]
@@ -105,7 +105,7 @@ def draw_answers(axes: Any, n: dict[str, Any]) -> None:
 # Compactor.
 
 
-def judge_fig5(n: dict[str, Any]) -> Judged:
+def judge_compactor_ruler(n: dict[str, Any]) -> Judged:
     """Compactor degrades most gracefully where the question comes later."""
     ours = [share(n, "compactor", keep) for keep in n["keeps"]]
     others = [max(share(n, name, keep) or 0 for name in n["caches"][1:]) for keep in n["keeps"]]
@@ -118,7 +118,7 @@ def judge_fig5(n: dict[str, Any]) -> Judged:
     return judged(n, good, **facts)
 
 
-def variants(bench: Bench) -> dict[str, Any]:
+def measure_compactor_variants(bench: Bench) -> dict[str, Any]:
     """Answers, and by how much the routes to leverage differ as numbers."""
     found = of("compactor_variants")(bench)
     reading = Text(bench, bench.stretch(bench.size(1024, 160), 3))
@@ -132,7 +132,7 @@ def variants(bench: Bench) -> dict[str, Any]:
     return {**found, "difference": most, "condition": max(condition)}
 
 
-def judge_variants(n: dict[str, Any]) -> Judged:
+def judge_compactor_variants(n: dict[str, Any]) -> Judged:
     """Routes to leverage are alike; what is blended matters."""
     names = ("SVD", "QR", "Cholesky (default)")
     apart = max(abs(share(n, a, keep) - share(n, b, keep)) for a in names for b in names for keep in n["keeps"])
@@ -140,7 +140,7 @@ def judge_variants(n: dict[str, Any]) -> Judged:
     return judged(n, apart <= 0.03 and told["SVD"] >= told["leverage only"], apart=apart)
 
 
-def judge_attention(n: dict[str, Any]) -> Judged:
+def judge_compactor_attention(n: dict[str, Any]) -> Judged:
     """Whether attention helps beside leverage, and what of its form matters."""
     told = over_shares(n)[0]
     return judged(n, told["as the authors' code"] > told["leverage only"])
@@ -159,7 +159,7 @@ def kept_at(n: dict[str, Any], name: str, quality: float = 0.95) -> float:
     return keep_for(quality, alpha * torch.tensor(n["text_nll"]).double() + beta).mean().item()
 
 
-def judge_kept(n: dict[str, Any]) -> Judged:
+def judge_compactor_kept(n: dict[str, Any]) -> Judged:
     """Compactor needs the fewest tokens, random eviction the most."""
     kept = {name: kept_at(n, name) for name in n["caches"]}
     ordered = kept["compactor"] == min(kept.values())
@@ -167,7 +167,7 @@ def judge_kept(n: dict[str, Any]) -> Judged:
     return judged(n, ordered and kept["compactor"] < 0.6, kept=kept, ratio=ratio, ordered=ordered)
 
 
-def draw_ratios(axes: Any, n: dict[str, Any]) -> None:
+def draw_compactor_kept(axes: Any, n: dict[str, Any]) -> None:
     for name in n["caches"]:
         line = [mean(min(full / got, 1.0) for full, got in zip(n["full_nll"], n["cells"][f"{name} {keep}"]["nll"])
                      if full is not None and got) for keep in n["keeps"]]  # fmt: skip
@@ -178,7 +178,7 @@ def draw_ratios(axes: Any, n: dict[str, Any]) -> None:
 # KeyDiff and ManifoldKV.
 
 
-def judge_blocks(n: dict[str, Any]) -> Judged:
+def judge_keydiff_blocks(n: dict[str, Any]) -> Judged:
     """Reading in blocks costs KeyDiff least."""
     (keep,), ways, names = n["keeps"], ("whole", "blocks of 128"), ("KeyDiff", "TOVA", "SnapKV")
     ours = {name: [share(n, f"{name}, {way}", keep) for way in ways] for name in names}
@@ -189,7 +189,7 @@ def judge_blocks(n: dict[str, Any]) -> Judged:
     return judged(n, good, ours=ours, best=best, added={name: b - a for name, (a, b) in losses.items()})
 
 
-def judge_anchors(n: dict[str, Any]) -> Judged:
+def judge_keydiff_anchors(n: dict[str, Any]) -> Judged:
     """Anchors do not matter; cosine before dot product before Euclidean distance."""
     told, lost = over_shares(n)
     anchors, losses = [*told.values()][:4], [*lost.values()][:4]
@@ -222,12 +222,12 @@ def many_keys(tokenizer: Any, length: int, seed: int) -> facts.Sample:
     return facts.Sample(ids, questions, [])
 
 
-def judge_multikey(n: dict[str, Any]) -> Judged:
+def judge_manifold_multikey(n: dict[str, Any]) -> Judged:
     """Only with enough questions that the full cache answers."""
-    return Judged(None) if n["questions"] < FEWEST else judge_metrics(n)
+    return Judged(None) if n["questions"] < FEWEST else judge_manifold_metrics(n)
 
 
-def judge_metrics(n: dict[str, Any]) -> Judged:
+def judge_manifold_metrics(n: dict[str, Any]) -> Judged:
     """Length matters: L2 before the others, cosine last."""
     told, lost = over_shares(n)
     return judged(n, told["L2"] > max(told["L1"], told["L∞"], told["cosine"]) and lost["L2"] < lost["cosine"])
@@ -239,7 +239,7 @@ def judge_metrics(n: dict[str, Any]) -> Judged:
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def sweep(bench: Bench) -> dict[str, Any]:
+def measure_vector_sweep(bench: Bench) -> dict[str, Any]:
     """KeyDiff with more and more tokens that keep only their key, at equal memory."""
     batches = [
         bench.stretch(bench.size(1024, 128), 500 + i, ("topics", "code")[i % 2]) for i in range(bench.size(12, 3))
@@ -256,7 +256,7 @@ def sweep(bench: Bench) -> dict[str, Any]:
     return {**found, "usable": sum(usable), "heads": len(usable)}
 
 
-def judge_sweep(n: dict[str, Any]) -> Judged:
+def judge_vector_sweep(n: dict[str, Any]) -> Judged:
     """The best p_a lies between nothing and everything."""
     lost = {keep: [nll(n, name, keep) for name in n["caches"]] for keep in n["keeps"]}
     best = {keep: min(range(len(SHARES)), key=losses.__getitem__) for keep, losses in lost.items()}
@@ -267,7 +267,7 @@ def judge_sweep(n: dict[str, Any]) -> Judged:
     return judged(n, good, **facts)
 
 
-def values_or_keys(bench: Bench) -> dict[str, Any]:
+def measure_vector_keys(bench: Bench) -> dict[str, Any]:
     """KeyDiff where a quarter of the room holds tokens with one of key and value, made of the other by a linear map.
 
     What a map makes stands in the place of the key or the value itself, so that nothing else differs. Maps are of all
@@ -305,7 +305,7 @@ def stand_in(
         slab.scatter_(2, chosen[..., None].expand_as(rows), rows.to(slab.dtype))
 
 
-def judge_one_of_two(n: dict[str, Any]) -> Judged:
+def judge_vector_keys(n: dict[str, Any]) -> Judged:
     """Values may be made of keys, keys should not be made of values."""
     losses = {name: [nll(n, name, keep) or 0 for keep in n["keeps"]] for name in n["caches"]}
     gained = {name: [plain - own for plain, own in zip(losses["plain"], one)] for name, one in losses.items()}
@@ -326,7 +326,7 @@ def by_depth(n: dict[str, Any]) -> list[list[float | None]]:
     return told
 
 
-def draw_sweep(axes: Any, n: dict[str, Any]) -> None:
+def draw_vector_sweep(axes: Any, n: dict[str, Any]) -> None:
     for keep in n["keeps"]:
         axes[0].plot(
             SHARES, [nll(n, name, keep) or 0 for name in n["caches"]], marker="o", ms=4, label=f"p_c = {1 - keep:.2f}"
@@ -340,16 +340,11 @@ def of(name: str, make: Any = facts.sample) -> Any:
     return lambda bench: answered(bench, caches(name), row.keeps, row.texts, 1024, make)
 
 
-MEASURED: dict[str, Measured] = {
-    "compactor_ruler": (of("compactor_ruler"), judge_fig5, draw_answers),
-    "compactor_variants": (variants, judge_variants),
-    "compactor_attention": (of("compactor_attention"), judge_attention),
-    # NLL of answers over the share kept, and what calibration makes of it (Figs. 6 and 7).
-    "compactor_kept": (of("compactor_kept", partial(facts.sample, split="tuning")), judge_kept, draw_ratios),
-    "keydiff_blocks": (of("keydiff_blocks"), judge_blocks),
-    "keydiff_anchors": (of("keydiff_anchors"), judge_anchors),
-    "manifold_multikey": (of("manifold_multikey", many_keys), judge_multikey),
-    "manifold_metrics": (of("manifold_metrics"), judge_metrics),
-    "vector_sweep": (sweep, judge_sweep, draw_sweep),
-    "vector_keys": (values_or_keys, judge_one_of_two),
-}
+measure_compactor_ruler = of("compactor_ruler")
+measure_compactor_attention = of("compactor_attention")
+# NLL of answers over the share kept, and what calibration makes of it (Figs. 6 and 7).
+measure_compactor_kept = of("compactor_kept", partial(facts.sample, split="tuning"))
+measure_keydiff_blocks = of("keydiff_blocks")
+measure_keydiff_anchors = of("keydiff_anchors")
+measure_manifold_multikey = of("manifold_multikey", many_keys)
+measure_manifold_metrics = of("manifold_metrics")
