@@ -42,8 +42,6 @@ from .variants import CHIPS, Chip, Variant, recorded
 MAX_SPILL = 16  # bytes
 LEAST_CODE = 64  # instructions; the shortest kernel has 120, one that was compiled to nothing had 16
 TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
-
-
 CHOSEN = ("num_warps", "num_stages", "maxnreg")  # launch options
 WIDE = {"cuda": ("LDGSTS.E.BYPASS.128", "LDGSTS.E.128", "LDG.E.128"), "hip": ("load_dwordx4", "load_b128")}
 NARROW = {"cuda": ("LDG.E.U16", "LDG.E.S16"), "hip": ("load_ushort", "load_u16", "load_short")}
@@ -215,8 +213,8 @@ def check(variant: Variant) -> str:
 class Table:
     """A file of lines, sorted, that is written as it grows.
 
-    Attributes: lines: by title, a digest and what is said of it.  made: what was said of what was compiled and is within
-        limits, by its digest.
+    Attributes: lines: by title, a digest and what is said of it.  made: by digest, what is said of what was compiled
+        and is within limits.
     """
 
     def __init__(self, path: Path) -> None:

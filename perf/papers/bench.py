@@ -80,10 +80,6 @@ class Bench:
     def __init__(self, model: Any, tokenizer: Any, quick: bool = False, trusting: bool = False) -> None:
         self.model, self.tokenizer, self.quick, self.trusting = model, tokenizer, quick, trusting
 
-    @property
-    def heads(self) -> int:
-        return int(self.model.config.num_key_value_heads)
-
     def size(self, whole: int, quick: int) -> int:
         return quick if self.quick else whole
 

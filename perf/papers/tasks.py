@@ -280,7 +280,8 @@ def measure_vector_keys(bench: Bench) -> dict[str, Any]:
             k, v = map(fits.side_by_side, pairs)
             for kind, known, wanted in (("V-only", k, v), ("K-only", v, k)):
                 sums.setdefault((layer, kind), fits.PairSums(known, wanted)).add(known, wanted)
-    maps = {key: fits.each_head(one.solve().float(), bench.heads) for key, one in sums.items()}
+    heads = bench.model.config.num_key_value_heads
+    maps = {key: fits.each_head(one.solve().float(), heads) for key, one in sums.items()}
     return answered(bench, caches("vector_keys"), (0.5, 0.25), 4, 1024, halve=partial(stand_in, bench, maps))
 
 
