@@ -243,11 +243,6 @@ class Table:
         self.path.write_text("\n".join([self.first, *lines]) + "\n")
 
 
-def sample(found: Sequence[Variant]) -> list[Variant]:
-    """The first variant of each kernel function, of each chip."""
-    return list({(one.chip, one.kernel): one for one in reversed(found)}.values())[::-1]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns: 1 if any variant is beyond a limit, else 0."""
     parser = parser_of("perf.aot", __doc__)
@@ -268,8 +263,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(f"no kernel module named {options.kernel!r}; there are {', '.join(modules)}")
     chosen = [one for one in found if options.kernel in (None, one.of.partition(".")[0])]
     chosen = [one for one in chosen if any(part in one.name for part in options.match)]
+    if options.sample:  # the first of each kernel function, of each chip
+        chosen = list({(one.chip, one.kernel): one for one in reversed(chosen)}.values())[::-1]
     lines, compiled = [], 0
-    for variant in sample(chosen) if options.sample else chosen:
+    for variant in chosen:
         of = digest(variant) if table else "-" * 12
         known = table.made.get(of) if table else None
         lines.append(known or check(variant))

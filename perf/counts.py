@@ -114,9 +114,8 @@ def executed_counts() -> Table:
     with executed(Counting()) as driver, splits(PROGRAMS):
         for name in (*FORMS, "moments", "centroids"):
             parts = CENTROIDS if name == "centroids" else None
-            case = decode.Case.make(
-                1, 1, 4, 128, SLOTS, torch.bfloat16, (SLOTS - 1,), (5000,), parts=parts, means=torch.bfloat16
-            )
+            sizes = 1, 1, 4, 128, SLOTS, torch.bfloat16, (SLOTS - 1,), (5000,)
+            case = decode.Case.make(*sizes, parts=parts, means=torch.bfloat16)
             driver.counts = {}
             plain = name in ("model", "moments", "centroids")
             (case if plain else codes.coded(case, name)).kernel(order=None if name in FORMS else 1)
@@ -161,9 +160,8 @@ def loop_counts() -> Table:
 def markdown(kept: dict[str, Table]) -> str:
     """A line for each program, a column for each number of each label."""
     names = [(label, name) for name in COLUMNS for label in kept]
-    lines = [
-        [one, *(kept[label].get(one, {}).get(name, "") for label, name in names)] for one in next(iter(kept.values()))
-    ]
+    programs = next(iter(kept.values()))
+    lines = [[one, *(kept[label].get(one, {}).get(name, "") for label, name in names)] for one in programs]
     header = ["program", *(f"{name} {label}".strip() for label, name in names)]
     return table(header, lines, [" --- ", *[" ---: "] * len(names)]).rstrip()
 

@@ -11,10 +11,9 @@ from collections import Counter
 from pathlib import Path
 
 from .engine import RESULTS, ROOT, parser_of
-from .speed.report import PAGE, chapter, machine, write_sections
+from .speed import report as speed
 from .tables import NONE, Row, chosen, filled, plot, read, table, write_section
 
-FACTS = ("device", "cpu", "driver", "cuda", "torch", "triton", "transformers", "python", "threads", "commit", "source")
 # Shown on the page, at the shapes of the second.
 PEERS = (
     "copy", "fastkv moments", "fastkv default", "SDPA cuDNN", "SDPA flash", "flash-attn 3", "FlashInfer",
@@ -67,8 +66,8 @@ def on_gpu(files: dict[str, Row], folder: str = "../perf/results") -> str:
     facts: Row = {"rows": rows, "folder": folder, "drawn": DRAWN, "steps": whole}
     if rows:
         file = files["gpu_timings"]
-        facts |= {"peers": beside(rows, PEERS), "own": beside(rows, OWN), "machine": machine(file)}
-        facts |= {"environment": file["environment"]}
+        facts |= {"peers": beside(rows, PEERS), "own": beside(rows, OWN)}
+        facts |= {"machine": speed.machine(file), "environment": file["environment"]}
     return f"{BEGIN}\n\n{filled(Path(__file__).parent / 'gpu' / 'page.jinja', **facts)}\n\n{END}"
 
 
@@ -77,7 +76,7 @@ def write(folder: Path) -> Path:
     files = read(folder)
     checks, rows, whole = of_gpu(files)
     copies = [row["gbps"] for row in chosen(rows, op="copy") if row.get("gbps")]
-    facts = {**chapter(files, folder), "files": files, "facts": FACTS, "checks": checks, "skipped": skipped(files)}
+    facts = {**speed.chapter(files, folder), "files": files, "checks": checks, "skipped": skipped(files)}
     facts |= {"best": max(copies, default=None), "steps": whole}
     facts |= {part: timed(rows, part) for part in ("decode", "prompt")}
     beside(rows, PEERS, folder)
@@ -93,8 +92,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     print(write(options.results))
     if options.readme:
-        write_sections(read(options.results))
-        write_section(ROOT / PAGE, BEGIN, END, on_gpu(read(options.results)))
+        files = read(options.results)
+        write_section(ROOT / speed.PAGE, speed.BEGIN, speed.END, speed.section(files))
+        write_section(ROOT / "README.md", speed.FRONT_BEGIN, speed.FRONT_END, speed.front(files))
+        write_section(ROOT / speed.PAGE, BEGIN, END, on_gpu(files))
 
 
 if __name__ == "__main__":

@@ -65,12 +65,6 @@ class Case:
     seconds: float = 0.8
 
     @property
-    def row(self) -> Row:
-        """The case as data."""
-        row = {"part": self.part, "op": self.op, "heads": self.heads.name, "batch": self.batch, "length": self.length}
-        return row | {"head_dim": self.heads.head_dim}
-
-    @property
     def name(self) -> str:
         return f"{self.op}[{self.heads.name}-B{self.batch}-L{self.length}]"
 

@@ -89,8 +89,7 @@ def import_flashinfer(place: Place) -> Any:
     found = next((Path(folder) / name for folder in folders if (Path(folder) / name).exists()), None)
     if found is not None and not (room / "libcuda.so").exists():
         (room / "libcuda.so").symlink_to(found)
-    before = os.environ.get("LIBRARY_PATH")
-    os.environ["LIBRARY_PATH"] = f"{room}:{before}" if before else str(room)
+    os.environ["LIBRARY_PATH"] = ":".join(filter(None, (str(room), os.environ.get("LIBRARY_PATH"))))
     os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", str(room))
     major, minor = torch.cuda.get_device_capability()
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", f"{major}.{minor}{'a' if major >= 9 else ''}")

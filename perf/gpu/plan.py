@@ -37,7 +37,7 @@ def planned(place: Place) -> dict[str, list[Job]]:
     return {
         "device": [*of_heads(place, LLAMA), captured[0], steps("llama", first, "compiled")],
         "key": timed["key"],
-        "model": [whole(place, case) for case in whole_cases()],
+        "model": [*wholes(place)],
         "prompt": timed["prompt"],
         "kernels": [check(place, "kernels", {"op": "kernels"}, checks.check_kernels, 300.0)],
         "steps": [*captured[1:], *compiled],
@@ -71,32 +71,29 @@ def of_steps(place: Place, family: str, kind: tuple[str, str, str], how: str) ->
     return check(place, f"{how}[{family}-{case['kind']}]", case, checks.check_steps, seconds, **given)
 
 
-def whole_cases() -> list[Whole]:
-    """Captured steps first, because a compiler takes its time; every batch of one contender before the next."""
-    found = []
-    for who, step in CONTENDERS:
-        kept: dict[str, Any] = {"policy": "fastkv", "budget": BUDGET} if who == "fastkv" else {}
-        shapes = [FASTDMS, *((MODEL, CONTEXT, batch) for batch in BATCHES)]
-        how = {"step": step, "device": "cuda", "dtype": "bfloat16", **kept}
-        found += [Whole(model, who, context, batch, **how) for model, context, batch in shapes]
-    return found
+def wholes(place: Place) -> Iterator[Job]:
+    """Steps of large models, as `perf.speed` measures them: in a process of its own, in a dry run in this one.
 
+    Captured steps first, because a compiler takes its time; every batch of one contender before the next.
+    """
 
-def whole(place: Place, case: Whole) -> Job:
-    """Steps of a large model, as `perf.speed` measures them: in a process of its own, in a dry run in this one."""
-
-    def run() -> Row:
+    def run(case: Whole) -> Row:
         return measure_model(toy(case)) if place.toy else engine.in_process("perf.speed.worker", asdict(case))
 
-    needs = [f"{name}[{LLAMA.name}-centroids]" for name in checks.PER_HEADS]
-    needs += [f"{case.step}[llama-{'-'.join(checks.KINDS[0])}]"]
-    peer, seconds = case.contender != "fastkv", CONTENDERS[case.contender, case.step]
-    told = {"optional": peer, "needs": () if peer else tuple(needs), "seconds": seconds, "file": "gpu_model"}
-    return Job(case.name, {"part": "model", **case.as_row()}, run, code_of(measure_model), **told)
+    shapes = [FASTDMS, *((MODEL, CONTEXT, batch) for batch in BATCHES)]
+    for ((who, step), seconds), (model, context, batch) in product(CONTENDERS.items(), shapes):
+        kept: dict[str, Any] = {"policy": "fastkv", "budget": BUDGET} if who == "fastkv" else {}
+        case = Whole(model, who, context, batch, step=step, device="cuda", dtype="bfloat16", **kept)
+        needs = [f"{name}[{LLAMA.name}-centroids]" for name in checks.PER_HEADS] if kept else []
+        needs += [f"{step}[llama-{'-'.join(checks.KINDS[0])}]"] if kept else []
+        told = {"optional": not kept, "needs": tuple(needs), "seconds": seconds, "file": "gpu_model"}
+        yield Job(case.name, {"part": "model", **case.as_row()}, partial(run, case), code_of(measure_model), **told)
 
 
 def timing(place: Place, case: Case) -> Job:
     """Of one decode step: fastkv's waits for the checks on its heads."""
     needs = [f"{name}[{case.heads.name}-{case.memory}]" for name in checks.PER_HEADS] if case.memory else []
     told = {"optional": not case.memory, "needs": tuple(needs), "seconds": case.seconds, "file": "gpu_timings"}
-    return Job(case.name, case.row, partial(timings.run, case, place), code_of(case.build), **told)
+    row = {"part": case.part, "op": case.op, "heads": case.heads.name, "batch": case.batch, "length": case.length}
+    row |= {"head_dim": case.heads.head_dim}
+    return Job(case.name, row, partial(timings.run, case, place), code_of(case.build), **told)

@@ -81,10 +81,8 @@ def texts_of(table: Table, model: Any, tokenizer: Any, seed: int) -> Iterator[An
         yield onward.read(model, tokenizer, table.length, seed)
         return
     sample = table.sample(tokenizer, table.length, seed, both=True)
-    if table.question == "seen":
-        yield from measure.seen(model, tokenizer, sample)
-    else:
-        yield measure.read(model, tokenizer, sample)
+    for one in measure.seen(sample) if table.question == "seen" else [sample]:
+        yield measure.read(model, tokenizer, one)
 
 
 def groups(names: Sequence[str]) -> list[list[str]]:

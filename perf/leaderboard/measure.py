@@ -54,7 +54,8 @@ def read(model: Any, tokenizer: Any, sample: facts.Sample) -> Text:
     asked = [question.ids for question in sample.questions]
     written = answers(model, tokenizer, reading.full(), reading.ids, asked, NEW)
     for question, spoken in zip(sample.questions, written):
-        end = next((n for n in range(1, len(spoken) + 1) if answers_to(tokenizer, question, spoken[:n])), None)
+        starts = ((n, tokenizer.decode(spoken[:n], skip_special_tokens=True)) for n in range(1, len(spoken) + 1))
+        end = next((n for n, start in starts if question.answered_by(start)), None)
         if end is not None:
             found.append((question, spoken[:end]))
     along = forced(model, forked(reading.full(), len(found)), found) if found else []
@@ -67,10 +68,6 @@ def forced(model: Any, cache: Any, answers: list[tuple[facts.Question, list[int]
     """Log-probabilities [len(ids), V] along given answers, one a row of the cache."""
     rows = log_probabilities(model, cache, [question.ids + said[:-1] for question, said in answers])
     return [row[-len(said) :] for row, (_, said) in zip(rows, answers)]
-
-
-def answers_to(tokenizer: Any, question: facts.Question, ids: list[int]) -> bool:
-    return question.answered_by(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def tokens_of(
@@ -128,10 +125,11 @@ def judged(model: Any, tokenizer: Any, text: Text, cache: FastKVCache) -> dict[s
     """How many answers a cache generates too, and the KL along the full cache's answers, mean over questions."""
     told, known = [(answer.question, answer.ids) for answer in text.answers], text.answers
     spoken = answers(model, tokenizer, cache, text.reading.ids, [question.ids for question, _ in told], NEW)
-    right = [answers_to(tokenizer, question, ids) for (question, _), ids in zip(told, spoken)]
+    replies = [tokenizer.decode(ids, skip_special_tokens=True) for ids in spoken]
+    right = [question.answered_by(reply) for (question, _), reply in zip(told, replies)]
     apart = [kl(a.log_probs, b).mean().item() for a, b in zip(known, forced(model, cache.fork(len(told)), told))]
     found = {"asked": len(told), "right": sum(right), "answer_kl": sum(apart) / len(apart)}
-    return found | {"replies": [tokenizer.decode(ids) for ids in spoken]}
+    return found | {"replies": replies}
 
 
 def kl(full: Tensor, other: Tensor) -> Tensor:
@@ -139,12 +137,12 @@ def kl(full: Tensor, other: Tensor) -> Tensor:
     return (full.exp() * (full - other)).sum(-1)
 
 
-def seen(model: Any, tokenizer: Any, sample: facts.Sample) -> Iterator[Text]:
+def seen(sample: facts.Sample) -> Iterator[facts.Sample]:
     """A text for each question, which is read with it: the prefix then ends before the question's last token."""
     for question in sample.questions:
         with_question = [*sample.prefix, *question.ids[:-1]]
         alone = replace(question, ids=question.ids[-1:])
-        yield read(model, tokenizer, replace(sample, prefix=with_question, questions=[alone]))
+        yield replace(sample, prefix=with_question, questions=[alone])
 
 
 def given(text: Text, seed: int, told: dict[str, Any]) -> dict[str, Any]:

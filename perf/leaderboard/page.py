@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fastkv import policies
 from fastkv.lab import common
 from perf.engine import ROOT
-from perf.tables import Row, chosen, filled, table, write_section
+from perf.tables import Row, chosen, filled, write_section
 
 from . import another, onward, times
 from .cells import rows_of
@@ -167,34 +167,26 @@ def beside_kvpress(results: Path) -> Row:
         for row in rows_of(results / f"{table}.jsonl")
         if row["policy"] in MINE and row["seed"] in known and row["keep"] in keeps
     ]
-    told, asked = theirs[0], fewest(chosen(theirs, keep=keeps[0]))
-    versions = ", ".join(f"{name} {told[name]}" for name in ("kvpress", "torch", "transformers"))
-    basis = f"{len(known)} texts, {asked} questions; {versions}, {told['cpu']}"
-    return {"basis": basis, "columns": keeps, "rows": table_of(theirs + ours, keeps)[0]}
+    facts = {"texts": len(known), "asked": fewest(chosen(theirs, keep=keeps[0])), "told": theirs[0]}
+    return {"columns": keeps, "rows": table_of(theirs + ours, keeps)[0], **facts}
 
 
 def show(rows: list[Row], keeps: list[float], where: str) -> None:
     """The table in README, and the picture: right answers and KL of the answers of a few policies by share of bytes."""
     figure = common.figure(9, 3.6)
     left, right = figure.subplots(1, 2)
-    lines, shares = [], [100 * keep for keep in keeps]
+    lines, shares = {}, [100 * keep for keep in keeps]
     for name in DRAWN:
-        told = [scores(chosen(rows, policy=name, keep=keep)) for keep in keeps]
-        lines.append([name, *(f"{share:.2f}, {apart:.3f}" for share, _, apart in told)])
+        lines[name] = told = [scores(chosen(rows, policy=name, keep=keep)) for keep in keeps]
         for axes, values in ((left, [share for share, *_ in told]), (right, [apart for *_, apart in told])):
             axes.plot(*zip(*sorted(zip(shares, values))), marker="o", label=name)
-    made = table(["policy", *(f"{share:g} % of the bytes" for share in shares)], lines, "---")
-    text = (
-        f"{MARK}\n\nShare of right answers and KL of the answers in nats per token; SmolLM2-135M, 2,048 tokens, "
-        f"compressed\nbefore the question ({where}; `make report`):\n\n{made}\n{END}"
-    )
-    write_section(README, MARK, END, text)
+    text = filled(Path(__file__).with_name("front.jinja"), lines=lines, shares=shares, where=where)
+    write_section(README, MARK, END, f"{MARK}\n\n{text}\n\n{END}")
     right.set_yscale("log")
     for axes, label in ((left, "right answers"), (right, "answer KL, nats a token")):
-        axes.set_ylabel(label)
         axes.set_xscale("log", base=2)
         axes.set_xticks(shares, [f"{share:g}" for share in shares])
-        axes.set_xlabel("% of the full cache's bytes")
+        axes.set(xlabel="% of the full cache's bytes", ylabel=label)
         common.finish(axes)
     right.legend(frameon=False, fontsize=8)
     PICTURE.parent.mkdir(parents=True, exist_ok=True)

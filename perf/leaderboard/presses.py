@@ -98,8 +98,7 @@ def cell(model: Any, tokenizer: Any, text: dict[str, Any], press: Any) -> dict[s
         apart.append(divergence(one["log_probs"], logits[-len(one["said"]) :]))
         cache.forget()
     text_kl = divergence(text["next"], cache.logits(text["continuation"]))
-    asked = len(apart)
-    return {"asked": asked, "right": right, "answer_kl": sum(apart) / asked, "text_kl": text_kl}
+    return {"asked": len(apart), "right": right, "answer_kl": sum(apart) / len(apart), "text_kl": text_kl}
 
 
 def loaded(where: str) -> Any:

@@ -28,8 +28,8 @@ def trimmed(report: dict[str, Any]) -> dict[str, Any]:
         stats = one["stats"]
         times = {f"{name}_us": round(1e6 * stats[name], 2) for name in ("median", "q1", "q3")}
         case = one["name"].partition("[")[2].removesuffix("]")
-        rows.append({"id": one["name"], "test": one["name"].partition("[")[0], "of": case, **times})
-        rows[-1]["rounds"] = stats["rounds"]
+        named = {"id": one["name"], "test": one["name"].partition("[")[0], "of": case}
+        rows.append({**named, **times, "rounds": stats["rounds"]})
     facts = report["machine_info"]["fastkv"]
     return {"environment": facts, "measured": report["datetime"][:10], "tool": report["version"], "rows": rows}
 

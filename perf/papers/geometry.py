@@ -33,8 +33,7 @@ def measure_vector_r2(bench: Bench) -> dict[str, Any]:
             for kind in ("joint", "by_head"):
                 pairs = (side_by_side(k), side_by_side(v)) if kind == "joint" else (k, v)
                 sums.setdefault((layer, part, kind), PairSums(*pairs)).add(*pairs)
-    layers = range(bench.model.config.num_hidden_layers)
-    for layer in layers:
+    for layer in range(bench.model.config.num_hidden_layers):
         joint = sums[layer, "fit", "joint"].solve()
         found["joint"].append(sums[layer, "held", "joint"].r2(joint).item())
         found["unseen_joint"].append(sums[layer, "unseen", "joint"].r2(joint).item())
@@ -118,10 +117,8 @@ def measure_manifold_dimension(bench: Bench) -> dict[str, Any]:
     """Intrinsic dimension of the cached keys of every head (ManifoldKV, Eqs. 15 to 17)."""
     length = bench.size(2048, 160)
     reading = Text(bench, bench.stretch(length, 0))
-    layers = []
-    for _, k, *_ in reading.layers:
-        layers.append([list(map(float, dimensions(head))) for head in k[0]])
-    return {"tokens": length, "head_dim": k.shape[-1], "layers": layers}
+    layers = [[list(map(float, dimensions(head))) for head in k[0]] for _, k, *_ in reading.layers]
+    return {"tokens": length, "head_dim": reading.layers[0][1].shape[-1], "layers": layers}
 
 
 def judge_manifold_dimension(n: dict[str, Any]) -> Judged:

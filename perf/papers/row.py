@@ -63,10 +63,6 @@ class Row:
     caches: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     published: Mapping[Any, Any] = field(default_factory=dict)
 
-    @property
-    def anchor(self) -> str:
-        return self.name.replace("_", "-")
-
 
 TOLD = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text(encoding="utf-8"))  # the rows, in order
 PLAIN = {row["name"]: Row(**row) for row in TOLD if "name" in row}  # without functions

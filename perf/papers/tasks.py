@@ -40,7 +40,7 @@ def answered(
     count, full, own, depths = [], [], [], []
     for reading, asked in asked_texts(bench, texts, length, make):
         count.append(len(asked))
-        full.append(bench.answers(reading.full(), asked).nll)
+        full.append(bench.answers(reading.full(), asked)[1])
         own.append(reading.nll)
         depths.append([one.depth for one in asked])
         for name, one in caches.items():
@@ -53,10 +53,10 @@ def answered(
                 with bench.cache(given, one.policy, budget, **settings) as cache:
                     if halves:
                         halve(cache, reading, halves, name)
-                    got = bench.answers(cache, asked)
+                    right, lost = bench.answers(cache, asked)
                 cell = cells.setdefault(f"{name} {keep}", {"right": [], "nll": []})
-                cell["right"].append(got.right)
-                cell["nll"].append(got.nll)
+                cell["right"].append(right)
+                cell["nll"].append(lost)
     return {"cells": cells, "caches": list(caches), "keeps": list(keeps), "texts": texts, "length": length,
             "questions": sum(count), "full_nll": full, "text_nll": own, "depths": depths}  # fmt: skip
 
@@ -239,18 +239,19 @@ def judge_manifold_metrics(n: dict[str, Any]) -> Judged:
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
+def fitting(bench: Bench, seed: int) -> list[torch.Tensor]:
+    """Texts [1, N] that maps are fitted to, from this seed on."""
+    length, num = bench.size(1024, 128), bench.size(12, 3)
+    return [bench.stretch(length, seed + i, ("topics", "code")[i % 2]) for i in range(num)]
+
+
 def measure_vector_sweep(bench: Bench) -> dict[str, Any]:
     """KeyDiff with more and more tokens that keep only their key, at equal memory."""
-    batches = [
-        bench.stretch(bench.size(1024, 128), 500 + i, ("topics", "code")[i % 2]) for i in range(bench.size(12, 3))
-    ]
-    fitted = fits.fit_vector(bench.model, batches, held_out=0.25 if not bench.quick else 0.4)
-    caches = {
-        f"p_a = {pairs} (1 - p_c)": Cache("keydiff", correction=corrections.get("vector", share=pairs), vector=fitted)
-        if pairs
-        else Cache("keydiff")
-        for pairs in SHARES
-    }
+    fitted = fits.fit_vector(bench.model, fitting(bench, 500), held_out=0.25 if not bench.quick else 0.4)
+    caches = {"p_a = 0.0 (1 - p_c)": Cache("keydiff")}
+    for pairs in SHARES[1:]:
+        correction = corrections.get("vector", share=pairs)
+        caches[f"p_a = {pairs} (1 - p_c)"] = Cache("keydiff", correction=correction, vector=fitted)
     found = answered(bench, caches, (0.5, 0.25, 0.1), 6, 1024)
     usable = [one for layer in fitted.weights for one in fitted.usable(layer)]
     return {**found, "usable": sum(usable), "heads": len(usable)}
@@ -274,8 +275,7 @@ def measure_vector_keys(bench: Bench) -> dict[str, Any]:
     heads of a layer, as in the paper, and read what the other heads once had for a token, kept or not.
     """
     sums: dict[tuple[int, str], fits.PairSums] = {}
-    for i in range(bench.size(12, 3)):
-        ids = bench.stretch(bench.size(1024, 128), 700 + i, ("topics", "code")[i % 2])
+    for ids in fitting(bench, 700):
         for layer, *pairs in fits.pre_rope_pairs(bench.model, bench.rotary, ids):
             k, v = map(fits.side_by_side, pairs)
             for kind, known, wanted in (("V-only", k, v), ("K-only", v, k)):
@@ -329,9 +329,8 @@ def by_depth(n: dict[str, Any]) -> list[list[float | None]]:
 
 def draw_vector_sweep(axes: Any, n: dict[str, Any]) -> None:
     for keep in n["keeps"]:
-        axes[0].plot(
-            SHARES, [nll(n, name, keep) or 0 for name in n["caches"]], marker="o", ms=4, label=f"p_c = {1 - keep:.2f}"
-        )
+        line = [nll(n, name, keep) or 0 for name in n["caches"]]
+        axes[0].plot(SHARES, line, marker="o", ms=4, label=f"p_c = {1 - keep:.2f}")
     axes[0].set(xlabel="p_a / (1 - p_c)", ylabel="NLL of the answers, nats")
 
 

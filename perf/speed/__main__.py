@@ -20,8 +20,8 @@ from ..engine import Job, Results, Row, Unmeasured, digest, source
 from ..environment import environment
 from .cases import PARTS, Case, toy
 
-RUN = tuple(f"perf/speed/{name}.py" for name in ("worker", "contenders", "cases"))
-RUN += ("fastkv/lab/timing.py",)  # what all contenders run
+# What all contenders run.
+RUN = (*(f"perf/speed/{name}.py" for name in ("worker", "contenders", "cases")), "fastkv/lab/timing.py")
 SPARE = 45.0  # seconds that must be left when a case starts
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..engine import ROOT
-from ..tables import Row, chosen, filled, plot, write_section
+from ..tables import Row, chosen, filled, plot
 
 PREFIX = "speed_"
 MEASURED = ("first_s", "generate_s", "tokens_per_s", "peak_bytes", "ms", "flat")  # of which rounds have a median
@@ -201,9 +200,3 @@ def front(files: dict[str, Row]) -> str:
     """The README's table between its markers, markers included: time and memory beside the full cache."""
     text = filled(Path(__file__).with_name("front.jinja"), **headline(files)[1])
     return f"{FRONT_BEGIN}\n\n{text}\n\n{FRONT_END}"
-
-
-def write_sections(files: dict[str, Row], root: Path = ROOT) -> None:
-    """Replace what stands between the markers of docs/performance.md and of the README."""
-    write_section(root / PAGE, BEGIN, END, section(files))
-    write_section(root / "README.md", FRONT_BEGIN, FRONT_END, front(files))
