@@ -16,7 +16,6 @@ tools in the triton wheel. The variants are what recorded launches would compile
 chip, warps and stages. While it is the same, with the same triton, so is the line.
 """
 
-import argparse
 import collections
 import hashlib
 import os
@@ -37,13 +36,12 @@ from triton.compiler.errors import CompilationError
 
 from fastkv.kernels._launch import INTERPRET
 
+from .engine import parser_of
 from .variants import CHIPS, Chip, Variant, recorded
 
 MAX_SPILL = 16  # bytes
 LEAST_CODE = 64  # instructions; the shortest kernel has 120, one that was compiled to nothing had 16
 TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
-
-
 CHOSEN = ("num_warps", "num_stages", "maxnreg")  # launch options
 WIDE = {"cuda": ("LDGSTS.E.BYPASS.128", "LDGSTS.E.128", "LDG.E.128"), "hip": ("load_dwordx4", "load_b128")}
 NARROW = {"cuda": ("LDG.E.U16", "LDG.E.S16"), "hip": ("load_ushort", "load_u16", "load_short")}
@@ -107,13 +105,6 @@ def dumped(cubin: bytes) -> str:
         file.flush()
         command = [os.path.join(TOOLS, "cuobjdump"), "--dump-resource-usage", "-sass", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def read_cubin(cubin: bytes) -> tuple[dict[str, int], list[str]]:
-    """Resource usage and the names of all instructions."""
-    text = dumped(cubin)
-    usage = {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED):(\d+)", text)}
-    return usage, re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)", text)
 
 
 def count(names: list[str], prefixes: tuple[str, ...]) -> int:
@@ -199,7 +190,9 @@ def check(variant: Variant) -> str:
         ctas = min(waves * 4 // num_warps, chip.per_sm // max(shared, 1))
     else:
         text = compiled.asm["ptx"]
-        usage, names = read_cubin(compiled.asm["cubin"])
+        machine = dumped(compiled.asm["cubin"])
+        usage = {k: int(v) for k, v in re.findall(r"(REG|STACK):(\d+)", machine)}
+        names = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)", machine)
         registers = usage["REG"]
         spill = spilled_bytes(text, chip.target.arch) if usage["STACK"] else 0  # what is spilled lies on the stack
         per_cta = -(-registers // 8) * 8 * 32 * num_warps
@@ -220,7 +213,8 @@ def check(variant: Variant) -> str:
 class Table:
     """A file of lines, sorted, that is written as it grows.
 
-    Attributes: made: what is known of what was compiled and is within limits, by its digest.
+    Attributes: lines: by title, a digest and what is said of it.  made: by digest, what is said of what was compiled
+        and is within limits.
     """
 
     def __init__(self, path: Path) -> None:
@@ -229,12 +223,13 @@ class Table:
         written = path.read_text().splitlines() if path.exists() else [self.first]
         if written[0] != self.first:
             raise SystemExit(f"{path} is of {written[0]}, not of {self.first}; name another file")
-        self.lines = {line.split("  ir ")[0].rstrip(): line for line in written[1:] if "  ir " in line}
-        made = (line.split("  ir ")[1].split("  ", 1) for line in self.lines.values() if line.endswith("  ok"))
-        self.made = {of: said for of, said in made}
+        cut = (re.fullmatch(r"(.*)  ir (\S+)  (.*)", line) for line in written[1:])
+        self.lines = {found[1]: (found[2], found[3]) for found in cut if found}
+        self.made = {of: said for of, said in self.lines.values() if said.endswith("  ok")}
 
-    def add(self, variant: Variant, line: str) -> None:
-        self.lines[title(variant)] = line
+    def add(self, variant: Variant, of: str, said: str) -> None:
+        self.lines[title(variant)] = of, said
+        self.made |= {of: said} if said.endswith("  ok") else {}
         self.write()
 
     def keep(self, found: Sequence[Variant]) -> None:
@@ -244,23 +239,15 @@ class Table:
         self.write()
 
     def write(self) -> None:
-        """The first line, and the others in order."""
-        self.path.write_text("\n".join([self.first, *(self.lines[name] for name in sorted(self.lines))]) + "\n")
-
-
-def sample(found: Sequence[Variant]) -> list[Variant]:
-    """The first variant of each kernel function, of each chip."""
-    return list({(one.chip, one.kernel): one for one in reversed(found)}.values())[::-1]
+        lines = (f"{name}  ir {of}  {said}" for name, (of, said) in sorted(self.lines.items()))
+        self.path.write_text("\n".join([self.first, *lines]) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns: 1 if any variant is beyond a limit, else 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m perf.aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--arch", default="90", choices=[*CHIPS, "all"], help="compute capability or AMD chip (default 90)"
-    )
+    parser = parser_of("perf.aot", __doc__)
+    chips = {"default": "90", "choices": [*CHIPS, "all"]}
+    parser.add_argument("--arch", **chips, help="compute capability or AMD chip (default 90)")
     parser.add_argument("--kernel", help="only this module of fastkv.kernels")
     parser.add_argument("--match", nargs="+", default=[""], help="only variants whose name contains one of these")
     parser.add_argument("--sample", action="store_true", help="only one variant of every kernel function")
@@ -271,23 +258,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("triton", triton.__version__)
     table = Table(options.table) if options.table else None
     found = [variant for chip in (CHIPS if options.arch == "all" else [options.arch]) for variant in recorded(chip)]
-    known = sorted({one.of.partition(".")[0] for one in found})
-    if options.kernel not in (None, *known):
-        raise SystemExit(f"no kernel module named {options.kernel!r}; there are {', '.join(known)}")
-    chosen = [one for one in found if one.of.startswith(f"{options.kernel or ''}.") or not options.kernel]
+    modules = sorted({one.of.partition(".")[0] for one in found})
+    if options.kernel not in (None, *modules):
+        raise SystemExit(f"no kernel module named {options.kernel!r}; there are {', '.join(modules)}")
+    chosen = [one for one in found if options.kernel in (None, one.of.partition(".")[0])]
     chosen = [one for one in chosen if any(part in one.name for part in options.match)]
+    if options.sample:  # the first of each kernel function, of each chip
+        chosen = list({(one.chip, one.kernel): one for one in reversed(chosen)}.values())[::-1]
     lines, compiled = [], 0
-    for variant in sample(chosen) if options.sample else chosen:
+    for variant in chosen:
         of = digest(variant) if table else "-" * 12
-        said = table.made.get(of) if table else None
-        line = f"{title(variant)}  ir {of}  {said or check(variant)}"
+        known = table.made.get(of) if table else None
+        lines.append(known or check(variant))
         if table:
-            table.add(variant, line)
-            table.made |= {of: line.split("  ir ")[1].split("  ", 1)[1]} if line.endswith("  ok") else {}
-        if said is None:
+            table.add(variant, of, lines[-1])
+        if known is None:
             compiled += 1
-            print(line, flush=True)
-        lines.append(line)
+            print(f"{title(variant)}  ir {of}  {lines[-1]}", flush=True)
     if table and options.arch == "all":
         table.keep(found)
     fine = sum(line.endswith("  ok") for line in lines)

@@ -20,7 +20,6 @@ and in machine code of sm_90 what the loop over slots takes to issue, beside wha
     memory        cycles for the bytes of 32 slots on an H200: 19.2 per SM and cycle (4.8 TB/s, 132 SMs, 1.9 GHz)
 """
 
-import argparse
 import json
 import os
 import re
@@ -33,6 +32,7 @@ os.environ["TRITON_INTERPRET"] = "0"  # read when triton is imported
 import torch
 
 from perf.aot import compile_variant, dumped
+from perf.engine import parser_of
 from perf.tables import table
 from perf.variants import SPARE, TOKENS, layer, recorded
 from tests import test_kernels_codes as codes
@@ -114,9 +114,8 @@ def executed_counts() -> Table:
     with executed(Counting()) as driver, splits(PROGRAMS):
         for name in (*FORMS, "moments", "centroids"):
             parts = CENTROIDS if name == "centroids" else None
-            case = decode.Case.make(
-                1, 1, 4, 128, SLOTS, torch.bfloat16, (SLOTS - 1,), (5000,), parts=parts, means=torch.bfloat16
-            )
+            sizes = 1, 1, 4, 128, SLOTS, torch.bfloat16, (SLOTS - 1,), (5000,)
+            case = decode.Case.make(*sizes, parts=parts, means=torch.bfloat16)
             driver.counts = {}
             plain = name in ("model", "moments", "centroids")
             (case if plain else codes.coded(case, name)).kernel(order=None if name in FORMS else 1)
@@ -161,18 +160,15 @@ def loop_counts() -> Table:
 def markdown(kept: dict[str, Table]) -> str:
     """A line for each program, a column for each number of each label."""
     names = [(label, name) for name in COLUMNS for label in kept]
-    lines = [
-        [one, *(kept[label].get(one, {}).get(name, "") for label, name in names)] for one in next(iter(kept.values()))
-    ]
+    programs = next(iter(kept.values()))
+    lines = [[one, *(kept[label].get(one, {}).get(name, "") for label, name in names)] for one in programs]
     header = ["program", *(f"{name} {label}".strip() for label, name in names)]
     return table(header, lines, [" --- ", *[" ---: "] * len(names)]).rstrip()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Count, print, and keep if a file is named."""
-    parser = argparse.ArgumentParser(
-        prog="python -m perf.counts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("perf.counts", __doc__)
     parser.add_argument("--label", default="", help="what to call the numbers of this source")
     parser.add_argument("--out", type=Path, help="JSON file to keep them in, beside those of other labels")
     options = parser.parse_args(arguments)

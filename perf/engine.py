@@ -102,10 +102,6 @@ class Results:
     def complete(self) -> bool:
         return {job.name for job in self.planned} <= {row["id"] for row in self.rows}
 
-    def add(self, row: Row) -> None:
-        self.rows.append(row)
-        self.write()
-
     def write(self) -> None:
         """Replace the file in one step, so that a killed run leaves a readable one, with a line for each row."""
         head = json.dumps({"environment": self.environment, "complete": self.complete}, indent=1)[:-2]
@@ -148,7 +144,8 @@ def measure(jobs: Sequence[Job], files: Mapping[str, Results], deadline: float) 
         elif time.monotonic() + job.seconds < deadline:
             print(f"{number}/{len(waiting)} {job.name}", end=" ", flush=True)
             row = row_of(job)
-            files[job.file].add(row)
+            files[job.file].rows.append(row)
+            files[job.file].write()
             state = row.get("skipped") or ("RED" if row.get("passed") is False else "")
             print(f"{row['seconds']:.1f} s {state}".rstrip(), flush=True)
     code = worst(results.concluded() for results in files.values())
@@ -207,10 +204,15 @@ def source(*places: str, texts: tuple[str, ...] = ()) -> str:
     return digest("fastkv", *places, texts=texts, without=("fastkv/lab", "fastkv/integrations/vllm"))
 
 
-def command(prog: str, text: str | None, minutes: float) -> argparse.ArgumentParser:
-    """The options that all measurements share. text: the docstring, whose example belongs to --help."""
+def parser_of(prog: str, text: str | None) -> argparse.ArgumentParser:
+    """Of the options of `python -m prog`. text: the docstring, whose example belongs to --help."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=text, formatter_class=form)
+    return argparse.ArgumentParser(prog=f"python -m {prog}", description=text, formatter_class=form)
+
+
+def command(prog: str, text: str | None, minutes: float) -> argparse.ArgumentParser:
+    """The options that all measurements share."""
+    parser = parser_of(prog, text)
     parser.add_argument("--minutes", type=float, default=minutes, help="start nothing after so many (%(default)s)")
     parser.add_argument("--fresh", action="store_true", help="do not go on with earlier files")
     parser.add_argument("--retry-skipped", action="store_true", help="try again what could not be measured before")

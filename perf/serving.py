@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,8 +22,9 @@ import torch
 
 from fastkv.lab import pretrained
 
+from .engine import parser_of
 from .environment import environment
-from .tables import Row, table
+from .tables import Row, filled
 
 RESULTS = Path(__file__).parent / "results" / "serving"
 STOCK, OURS = "vLLM", "fastkv"
@@ -48,8 +48,7 @@ OPTIONS = {  # of the three commands
 
 def parse(prog: str, text: str | None, arguments: list[str] | None, **defaults: Any) -> argparse.Namespace:
     """Options of a command, of the types of their defaults."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=text, formatter_class=form)
+    parser = parser_of(prog, text)
     for name, default in {"model": pretrained.SMOLLM2, **defaults, "output": RESULTS}.items():
         kind = {"type": type(default[0]), "nargs": "+"} if isinstance(default, list) else {"type": type(default)}
         told = f"{OPTIONS[name]} (default: %(default)s)"
@@ -133,14 +132,12 @@ def in_process(module: str, arguments: list[str] | None, engine: object) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def write(
-    path: Path, options: argparse.Namespace, rows: list[Row], said: str, header: Sequence[str], lines: list[list]
-) -> None:
-    """The results as JSON, and beside them a page with what `said` and a table, which is printed."""
+def write(path: Path, options: argparse.Namespace, rows: list[Row], words: Path) -> None:
+    """The results as JSON, and beside them the page that the template `words` makes of them, which is printed."""
     settings = {name: value for name, value in vars(options).items() if name not in ("output", "engine")}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"environment": environment(), "settings": settings, "rows": rows}, indent=1) + "\n")
-    page = f"Written by {said}.\n\n{table(header, lines, '---')}"
+    page = filled(words, rows=rows, **settings) + "\n"
     path.with_suffix(".md").write_text(page)
     print(page)
 
@@ -153,24 +150,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(measure(options)))
         return
     rows = [row for engine in (STOCK, OURS) for row in in_process("perf.serving", arguments, engine)]
-    lines = []
-    for row in sorted(rows, key=lambda row: (row["prompt"], row["requests"], row["engine"] == OURS)):
-        times = f"{row['tokens_per_s']:.1f}", f"{row['ttft']:.2f}", f"{1000 * row['tpot']:.1f}", f"{row['load']:.1f}"
-        lines.append([row["prompt"], row["requests"], row["engine"], row["fit"], *times])
-    names = ("policy", "budget", "block", "answer", "cache_mib", "dtype", "model")
-    said = f"`python -m perf.serving`: {', '.join(f'{name} {getattr(options, name)}' for name in names)}"
-    header = (
-        "prompt",
-        "requests",
-        "",
-        "sequences that fit",
-        "tokens/s",
-        "first token, s",
-        "between tokens, ms",
-        "load",
-    )
     device = "gpu" if torch.cuda.is_available() else "cpu"
-    write(options.output / f"{device}.json", options, rows, said, header, lines)
+    write(options.output / f"{device}.json", options, rows, Path(__file__).with_suffix(".jinja"))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from openai import APIError, OpenAI
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import fastkv
 from fastkv.lab import facts, pretrained
@@ -89,9 +89,9 @@ def asked(client: OpenAI, model: str, prompts: list[list[int]]) -> list[str]:
 
 
 @torch.no_grad()
-def alone(model: str, tokenizer: Any, options: argparse.Namespace, prompts: list[list[int]]) -> list[str]:
+def alone(options: argparse.Namespace, prompts: list[list[int]]) -> list[str]:
     """Greedy answers of the library, each prompt by itself, with the settings of the server."""
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    loaded, tokenizer = pretrained.load(options.model)
     budget = fastkv.Budget(tokens=options.budget, context=options.length + ROOM)
     fastkv.patch(loaded, budget=budget, prefill_block=options.block, slots=options.slots)
     said = []
@@ -118,20 +118,14 @@ def main(arguments: list[str] | None = None) -> None:
             with server(model, options, settings, Path(logs, "server.log")) as client:
                 said[who] = asked(client, model, prompts)
             print(f"{who}: {len(prompts)} answers", flush=True)
-    said[LIBRARY] = alone(model, tokenizer, options, prompts)
+    said[LIBRARY] = alone(options, prompts)
     right = {who: [one.answered_by(text) for text, (_, one) in zip(texts, questions)] for who, texts in said.items()}
     known, rows = right[STOCK], []
     for who, texts in said.items():
         counts = {"right": sum(yes for yes, full in zip(right[who], known) if full)}
         counts["equal"] = sum(one == other for one, other in zip(texts, said[LIBRARY]))
         rows.append({"who": who, "asked": sum(known), **counts, "all": len(texts), "answers": texts})
-    lines = [[row["who"], row["right"], f"{row['equal']} of {row['all']}"] for row in rows]
-    header = ("", f"right, of {sum(known)} that vLLM's own cache answers", f"answers equal to those of `{LIBRARY}`")
-    told = (
-        f"`python -m perf.serving_answers`: {options.texts} texts of {options.length} tokens, {options.budget} tokens "
-    )
-    told += f"per KV head kept in {options.slots}, blocks of {options.block}"
-    write(options.output / "answers.json", options, rows, told, header, lines)
+    write(options.output / "answers.json", options, rows, Path(__file__).with_suffix(".jinja"))
 
 
 if __name__ == "__main__":

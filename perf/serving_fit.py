@@ -8,6 +8,7 @@ and SmolLM2, which any other command unpacks, or --model DIR. Writes fit.json an
 """
 
 import json
+from pathlib import Path
 
 from .serving import engine_of, fitting, in_process, parse, write
 
@@ -23,14 +24,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(fitting(engine_of(options, options.length, 16, settings, **how), options.length, budget > 0)))
         return
     fit = {budget: in_process("perf.serving_fit", arguments, budget) for budget in (0, *options.budgets)}
-    lines = [
-        [f"{budget} tokens per KV head" if budget else "vLLM", number, f"{number / fit[0]:.1f}"]
-        for budget, number in fit.items()
-    ]
-    said = f"`python -m perf.serving_fit`: sequences of {options.length} tokens in {options.cache_mib} MiB, "
-    said += f"model in bfloat16, slots in {options.slots}"
     rows = [{"budget": budget, "fit": number} for budget, number in fit.items()]
-    write(options.output / "fit.json", options, rows, said, ("cache", "sequences", "times vLLM's"), lines)
+    write(options.output / "fit.json", options, rows, Path(__file__).with_suffix(".jinja"))
 
 
 if __name__ == "__main__":

@@ -33,12 +33,17 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], rule: str | S
     return "".join([head, f"|{'|'.join(rules)}|\n", *lines]) if lines else ""
 
 
-def filled(template: str, filters: Mapping[str, Callable[..., Any]] = {}, **facts: Any) -> str:
-    """A Jinja template filled in, in which `table` makes tables with the rule "---"; without blanks around it."""
-    words = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+def filled(template: str | Path, filters: Mapping[str, Callable[..., Any]] = {}, **facts: Any) -> str:
+    """A Jinja template, or a file that holds one, filled in; without blanks around it.
+
+    In it, `table` makes tables with the rule "---", `form` is Python's `format`, and files of perf/ can be imported.
+    """
+    files = jinja2.FileSystemLoader(Path(__file__).parent)
+    words = jinja2.Environment(loader=files, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     words.globals["table"] = lambda header, rows: table(header, rows, "---")
-    words.filters |= filters
-    return words.from_string(template).render(facts).strip()
+    words.filters |= {"form": format, **filters}
+    text = template if isinstance(template, str) else template.read_text(encoding="utf-8")
+    return words.from_string(text).render(facts).strip()
 
 
 def between(text: str, begin: str, end: str) -> str:

@@ -9,6 +9,7 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,25 +40,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FOUR = ("int4", "k8v4")  # whose values are packed
 # Kernels that read nothing else, a few bytes at a time.
 NUMBERS = (
-    "_flash.runs",
-    "slot_signals.key",
-    "slot_signals.memorise",
-    "slot_signals.rank",
-    "peak_attention.pool",
-    "blocks.copy",
-    "z_scores.needed",
-    "window_scores.merge",
-    "expected_attention.sum",
-    "expected_attention.weight",
-    "z_scores.z",
-)
+    "_flash.runs slot_signals.key slot_signals.memorise slot_signals.rank peak_attention.pool blocks.copy "
+    "z_scores.needed window_scores.merge expected_attention.sum expected_attention.weight z_scores.z"
+).split()
 LEAVING = ("evict.evict", "compact.moments", "compact.merge")
 PREFILL = "prefill_attention.prefill"
 AHEAD = "expected_attention.ahead"
 SHARES = (0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7)  # of heads of unequally many slots
-CASES = (
-    Path(__file__).with_suffix(".txt").read_text()
-)  # a line: a function or score below and its arguments, see `cases`
+# A line: a function or score below and its arguments, see `cases`.
+CASES = Path(__file__).with_suffix(".txt").read_text()
 BATCH = {16: 1, 8: 4, 4: 8, 1: 16}  # in which 8 heads have so many programs each, on an H200
 
 
@@ -226,14 +217,10 @@ def standard() -> None:
 
 def selected(length: int, masked: bool = False, ragged: bool = False) -> None:
     """The best of so many candidates; ragged: as many as a tensor says of each head."""
-    shape = (1, 8, length)
-    rule: dict[str, Any] = (
-        dict(protected=mask(*shape)) if masked else dict(seen=new(1, dtype=torch.int64), recent=RECENT)
-    )
-    tokens = new(1, 8, dtype=torch.int64) if ragged else TOKENS
-    select.select(
-        scores=new(*shape), positions=new(*shape, dtype=torch.int32), valid=mask(*shape), tokens=tokens, **rule
-    )
+    shape, numbers = (1, 8, length), partial(new, dtype=torch.int64)
+    rule: dict[str, Any] = {"protected": mask(*shape)} if masked else {"seen": numbers(1), "recent": RECENT}
+    rule |= {"tokens": numbers(1, 8) if ragged else TOKENS, "valid": mask(*shape)}
+    select.select(scores=new(*shape), positions=new(*shape, dtype=torch.int32), **rule)
 
 
 def queries(keys: Tensor, num: int) -> Tensor:

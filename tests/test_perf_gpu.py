@@ -141,14 +141,14 @@ def test_a_lost_device_ends_the_run_and_what_it_says_is_not_written(go, monkeypa
         go(check("a", 0.1), check("b"), check("c", 0.1))
     rows = json.loads((tmp_path / "gpu_checks.json").read_text())["rows"]
     assert [row["id"] for row in rows] == ["a"]
-    case = timings.key_cases()[0]
+    case = timings.cases()["key"][0]
     with pytest.raises(checks.DeviceLost):
         timings.run(replace(case, build=lambda *a: 1 / torch.zeros(1, 2) @ torch.zeros(1)), CPU)
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch):
     """A step that differs from the reference leaves the reason, and fails, because it is no peer's."""
-    case = timings.key_cases()[0]
+    case = timings.cases()["key"][0]
     assert engine.row_of(plan.timing(CPU, case))["error"] < 1e-2
     stock = timings.ops.decode_step
     monkeypatch.setattr(timings.ops, "decode_step", lambda *cell: (2 * stock(*cell)[0],))

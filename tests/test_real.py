@@ -37,8 +37,8 @@ def test_a_budget_as_large_as_the_text_changes_no_token(loaded, text, policy, bl
     patch(model, policy, Budget(tokens=1200), prefill_block=block)
     cache = FastKVCache(model)
     model(text.reading.ids, past_key_values=cache, logits_to_keep=1)
-    questions = [answer.question for answer in text.answers]
-    spoken = measure.generated(model, tokenizer, cache.fork(len(questions)), questions)
+    asked = [answer.question.ids for answer in text.answers]
+    spoken = measure.answers(model, tokenizer, cache, text.reading.ids, asked, measure.NEW)
     for answer, ids in zip(text.answers, spoken):
         assert ids[: len(answer.ids)] == answer.ids
 

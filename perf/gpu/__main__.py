@@ -9,7 +9,6 @@ error that breaks the device ends the run; what it would have said of later rows
 1 something failed, 3 the time was over.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -32,18 +31,14 @@ SECTIONS = {
 SAID = {COMPLETE: "complete", FAILED: "something failed", LEFT: "not finished: call again"}
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
+def main(arguments: list[str] | None = None) -> int:
+    """Run what is left of the plan until done or late. Returns: the exit code."""
     parser = engine.command("perf.gpu", __doc__, minutes=9.0)
     sections = {"choices": tuple(SECTIONS), "default": tuple(SECTIONS), "metavar": "SECTION"}
     parser.add_argument("--only", nargs="+", **sections, help="some sections; see --list")
     parser.add_argument("--match", default="", metavar="TEXT", help="only cases whose name contains this")
     parser.add_argument("--skip", nargs="+", default=[], metavar="TEXT", help="no cases that contain one of these")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run what is left of the plan until done or late. Returns: the exit code."""
-    options = parse(arguments)
+    options = parser.parse_args(arguments)
     deadline = time.monotonic() + 60 * options.minutes
     if options.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which happens below

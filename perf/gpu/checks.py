@@ -46,8 +46,8 @@ class DeviceLost(Exception):
     """An error after which nothing can be computed on the device in this process, such as an illegal access."""
 
 
-def equal(told: str, got: Tensor, want: Tensor) -> None:
-    """Raise AssertionError unless they are equal bit for bit, NaN equal to NaN."""
+def equal(told: str, got: Any, want: Any) -> None:
+    """Raise AssertionError unless tensors, or all of a dict, are equal bit for bit, NaN equal to NaN."""
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{told}: {text}")
 
 
@@ -114,7 +114,11 @@ def check_ticket(place: Place, heads: Heads, correction: str) -> None:
         first = [t.clone() for t in launch()]
         replay = recorded(place, launches)
         for _ in range(1 if place.toy else LAUNCHES // PER_GRAPH):
-            noise(place, matrix, streams, draw)
+            for stream in streams:
+                with place.cuda.stream(stream):
+                    place.cuda._sleep(draw.randrange(100_000))
+                    torch.mm(matrix[: draw.randrange(32, size, 32)], matrix)
+            place.cuda._sleep(draw.randrange(40_000))  # delays the current one by up to 20 µs or so
             replay()
         place.cuda.synchronize()
         assert not wrong, f"{wrong} elements changed, B={batch} C={slots}"
@@ -122,15 +126,6 @@ def check_ticket(place: Place, heads: Heads, correction: str) -> None:
 
     for shape in ((1, 64),) if place.toy else ((1, 1024), (8, 4096)):
         unchanged(*shape)
-
-
-def noise(place: Place, matrix: Tensor, streams: list[Any], draw: random.Random) -> None:
-    """Queue products and sleeps of random length on more streams, and delay the current one by up to 20 µs or so."""
-    for stream in streams:
-        with place.cuda.stream(stream):
-            place.cuda._sleep(draw.randrange(100_000))
-            torch.mm(matrix[: draw.randrange(32, len(matrix), 32)], matrix)
-    place.cuda._sleep(draw.randrange(40_000))
 
 
 def check_replays(place: Place, heads: Heads, correction: str, paged: bool) -> None:
@@ -190,8 +185,7 @@ def check_replays(place: Place, heads: Heads, correction: str, paged: bool) -> N
 
 def same(told: str, state: LayerState, other: LayerState, rows: Any = slice(None)) -> None:
     """Whether all tensors are equal in these rows."""
-    for (name, mine), (_, theirs) in zip(state.named_tensors(), other.named_tensors()):
-        equal(f"{told} {name}", mine[rows], theirs[rows])
+    equal(told, *({name: tensor[rows] for name, tensor in one.named_tensors()} for one in (state, other)))
 
 
 # Of the decode step on named heads.
@@ -210,22 +204,10 @@ KINDS = (
 )
 
 
-def without_syncs(place: Place, step: Callable[[Any], None], given: Any) -> None:
-    """Take steps, of which none waits for the device once everything is compiled and recorded."""
-    warm = 2 * EVERY + 1
-    for one in given[:warm]:
-        step(one)
-    place.cuda.synchronize()
-    place.cuda.set_sync_debug_mode("error")  # whatever waits raises
-    try:
-        for one in given[warm:]:
-            step(one)
-    finally:
-        place.cuda.set_sync_debug_mode("default")
-
-
 def logits_of(place: Place, model: Any, ids: Tensor, fed: Tensor, how: str) -> Tensor:
-    """Logits [B, T, V] after each of the tokens fed [B, T] behind a prompt; no step waits for the device."""
+    """Logits [B, T, V] after each of the tokens fed [B, T] behind a prompt; no step waits for the device
+    once everything is compiled and recorded.
+    """
     cache = fastkv.FastKVCache(model)
     model(ids, past_key_values=cache, logits_to_keep=1)
     positions = torch.full_like(fed[:, :1], ids.shape[1])
@@ -236,12 +218,15 @@ def logits_of(place: Place, model: Any, ids: Tensor, fed: Tensor, how: str) -> T
     if how == "captured":
         step = fastkv.capture_decode(model, cache, len(ids))
     found = []
-
-    def decode(token: Tensor) -> None:
-        found.append(step(token.contiguous()).clone())
-        positions.add_(1)
-
-    without_syncs(place, decode, fed.split(1, 1))
+    try:
+        for number, token in enumerate(fed.split(1, 1)):
+            if number == 2 * EVERY + 1:
+                place.cuda.synchronize()
+                place.cuda.set_sync_debug_mode("error")  # whatever waits raises
+            found.append(step(token.contiguous()).clone())
+            positions.add_(1)
+    finally:
+        place.cuda.set_sync_debug_mode("default")
     return torch.stack(found, 1)
 
 

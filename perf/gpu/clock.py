@@ -65,16 +65,6 @@ class Case:
     seconds: float = 0.8
 
     @property
-    def peer(self) -> bool:
-        return not self.memory
-
-    @property
-    def row(self) -> Row:
-        """The case as data."""
-        row = {"part": self.part, "op": self.op, "heads": self.heads.name, "batch": self.batch, "length": self.length}
-        return row | {"head_dim": self.heads.head_dim}
-
-    @property
     def name(self) -> str:
         return f"{self.op}[{self.heads.name}-B{self.batch}-L{self.length}]"
 
@@ -144,17 +134,13 @@ def measure(work: Work, place: Place) -> Row:
     return row | ({"dry_run": True} | dict.fromkeys(found) if place.toy else found)
 
 
-def copy_work(place: Place, size: int, sets: int) -> Work:
-    """Copies of `size` bytes on the device, read and written."""
-    source = torch.randint(0, 100, (sets, max(size, 16)), dtype=torch.uint8, device=place.device)
-    target = torch.empty_like(source)
-    return Work(lambda index: target[index].copy_(source[index]), sets, 2 * size)
+def right(got: Tensor, want: Tensor, worst: float = WORST) -> float:
+    """Their relative error, |got - want| / |want| in the Frobenius norm, in float64.
 
-
-def right(got: Tensor, want: Tensor) -> float:
-    """Their relative error. Raises: RuntimeError if it is too large: what is wrong is not timed."""
-    error = relative_error(got, want)
-    if not error < WORST:
+    Raises: RuntimeError if it is too large: what is wrong is not timed.
+    """
+    error = float((got.double() - want.double()).norm() / want.double().norm())
+    if not error < worst:
         raise RuntimeError(f"wrong result: relative error {error:.1e}")
     return error
 
@@ -185,8 +171,3 @@ def layer(place: Place, heads: Heads, batch: int, length: int, correction: str, 
     """A random layer of these heads that keeps so many tokens; see `micro.states.filled`."""
     sizes = batch, heads.num_kv_heads, heads.head_dim, length
     return filled(*sizes, correction=correction, dtype=HALF, device=place.device, **kept)
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """|got - want| / |want| in the Frobenius norm, in float64."""
-    return float((got.double() - want.double()).norm() / want.double().norm())

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fastkv import reference
 
 from ..micro.states import SCALE, Heads
-from .clock import Case, Work, copy_work, nbytes, num_sets, randn, right, tokens
+from .clock import Case, Work, nbytes, num_sets, randn, right, tokens
 from .place import HALF, FlashAttnStandIn, FlashInferStandIn, Place, forget_compiled, plain_attention
 
 PAGE = 16  # tokens of a FlashInfer page
@@ -89,8 +89,7 @@ def import_flashinfer(place: Place) -> Any:
     found = next((Path(folder) / name for folder in folders if (Path(folder) / name).exists()), None)
     if found is not None and not (room / "libcuda.so").exists():
         (room / "libcuda.so").symlink_to(found)
-    before = os.environ.get("LIBRARY_PATH")
-    os.environ["LIBRARY_PATH"] = f"{room}:{before}" if before else str(room)
+    os.environ["LIBRARY_PATH"] = ":".join(filter(None, (str(room), os.environ.get("LIBRARY_PATH"))))
     os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", str(room))
     major, minor = torch.cuda.get_device_capability()
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", f"{major}.{minor}{'a' if major >= 9 else ''}")
@@ -115,14 +114,9 @@ def flashinfer(case: Case, place: Place, tensor_cores: bool) -> Work:
     return peer(attend, case, place, token_major=True)
 
 
-def import_flash_attn(name: str, place: Place) -> Any:
-    """flash-attn 2 (flash_attn) or 3 (flash_attn_interface). Raises: ImportError if it is not installed."""
-    return FlashAttnStandIn() if place.toy else importlib.import_module(name)
-
-
 def with_kvcache(case: Case, place: Place, name: str) -> Work:
-    """flash-attn's decode attention over a contiguous cache."""
-    package = import_flash_attn(name, place)
+    """Decode attention over a contiguous cache by flash-attn 2 (flash_attn) or 3 (flash_attn_interface)."""
+    package: Any = FlashAttnStandIn() if place.toy else importlib.import_module(name)
     lengths = torch.full((case.batch,), case.length, dtype=torch.int32, device=place.device)
 
     def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -153,7 +147,10 @@ def causal(case: Case, place: Place) -> Work:
 def copy(case: Case, place: Place) -> Work:
     """A device copy that moves as many bytes as a peer has to: what a launch of this size can reach at best."""
     size = peer_bytes(case.heads, case.batch, case.length) // 2
-    return copy_work(place, size, num_sets(place, 2 * size))
+    sets = num_sets(place, 2 * size)
+    source = torch.randint(0, 100, (sets, max(size, 16)), dtype=torch.uint8, device=place.device)
+    target = torch.empty_like(source)
+    return Work(lambda index: target[index].copy_(source[index]), sets, 2 * size)
 
 
 PEERS: dict[str, Builder] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,7 +52,7 @@ class Place:
         return replace(heads, num_heads=4, num_kv_heads=2, head_dim=32) if self.toy else heads
 
 
-class StandIn:
+class StandIn(nullcontext):
     """Stands in for `torch.cuda`, its streams, events and graphs: has what they have, and nothing waits for anything.
 
     A name that torch does not have raises, so that a dry run notices it. What is captured has run once already; a
@@ -68,12 +69,6 @@ class StandIn:
 
     def __call__(self, *arguments: Any, **options: Any) -> StandIn:
         return self
-
-    def __enter__(self) -> StandIn:
-        return self
-
-    def __exit__(self, *reason: Any) -> None:
-        return None
 
     def elapsed_time(self, end: StandIn) -> float:
         """Milliseconds."""

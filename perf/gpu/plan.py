@@ -5,9 +5,10 @@ are for an H200 with 16 cores.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from typing import Any
 
 from .. import engine
@@ -28,25 +29,19 @@ FASTDMS = "qwen3-8b", 8192, 8  # model, context and sequences that FastDMS repor
 
 def planned(place: Place) -> dict[str, list[Job]]:
     """Everything, by section, the most important first."""
-
-    def on(heads: Heads) -> list[Job]:
-        return [of_heads(place, heads, name, one) for name in checks.PER_HEADS for one in checks.CORRECTIONS]
-
-    def timed(cases: list[Case]) -> list[Job]:
-        return [timing(place, case) for case in cases]
-
+    timed = {name: [timing(place, case) for case in cases] for name, cases in timings.cases().items()}
     steps = partial(of_steps, place)
     first, *others = checks.KINDS
     captured = [steps(family, kind, "captured") for kind in checks.KINDS for family in checks.FAMILIES]
     compiled = [*(steps("llama", kind, "compiled") for kind in others), steps("gemma-3", first, "compiled")]
     return {
-        "device": [*on(LLAMA), captured[0], steps("llama", first, "compiled")],
-        "key": timed(timings.key_cases()),
-        "model": [whole(place, case) for case in whole_cases()],
-        "prompt": timed(timings.prompt_cases()),
+        "device": [*of_heads(place, LLAMA), captured[0], steps("llama", first, "compiled")],
+        "key": timed["key"],
+        "model": [*wholes(place)],
+        "prompt": timed["prompt"],
         "kernels": [check(place, "kernels", {"op": "kernels"}, checks.check_kernels, 300.0)],
         "steps": [*captured[1:], *compiled],
-        "decode": [*on(GEMMA), *timed(timings.other_cases())],
+        "decode": [*of_heads(place, GEMMA), *timed["decode"]],
     }
 
 
@@ -61,11 +56,12 @@ def check(place: Place, name: str, case: Row, found: Callable[..., Any], seconds
     return Job(name, case, run, code_of(found), seconds=seconds, file="gpu_checks")
 
 
-def of_heads(place: Place, heads: Heads, name: str, correction: str) -> Job:
+def of_heads(place: Place, heads: Heads) -> Iterator[Job]:
     """Of the decode step, on a device."""
-    case, seconds = {"op": name, "heads": heads.name, "correction": correction}, 20.0 if name == "ticket" else 8.0
-    given = {"heads": place.heads(heads), "correction": correction}
-    return check(place, f"{name}[{heads.name}-{correction}]", case, checks.PER_HEADS[name], seconds, **given)
+    for name, correction in product(checks.PER_HEADS, checks.CORRECTIONS):
+        case, seconds = {"op": name, "heads": heads.name, "correction": correction}, 20.0 if name == "ticket" else 8.0
+        given = {"heads": place.heads(heads), "correction": correction}
+        yield check(place, f"{name}[{heads.name}-{correction}]", case, checks.PER_HEADS[name], seconds, **given)
 
 
 def of_steps(place: Place, family: str, kind: tuple[str, str, str], how: str) -> Job:
@@ -75,32 +71,29 @@ def of_steps(place: Place, family: str, kind: tuple[str, str, str], how: str) ->
     return check(place, f"{how}[{family}-{case['kind']}]", case, checks.check_steps, seconds, **given)
 
 
-def whole_cases() -> list[Whole]:
-    """Captured steps first, because a compiler takes its time; every batch of one contender before the next."""
-    found = []
-    for who, step in CONTENDERS:
-        kept: dict[str, Any] = {"policy": "fastkv", "budget": BUDGET} if who == "fastkv" else {}
-        shapes = [FASTDMS, *((MODEL, CONTEXT, batch) for batch in BATCHES)]
-        how = {"step": step, "device": "cuda", "dtype": "bfloat16", **kept}
-        found += [Whole(model, who, context, batch, **how) for model, context, batch in shapes]
-    return found
+def wholes(place: Place) -> Iterator[Job]:
+    """Steps of large models, as `perf.speed` measures them: in a process of its own, in a dry run in this one.
 
+    Captured steps first, because a compiler takes its time; every batch of one contender before the next.
+    """
 
-def whole(place: Place, case: Whole) -> Job:
-    """Steps of a large model, as `perf.speed` measures them: in a process of its own, in a dry run in this one."""
-
-    def run() -> Row:
+    def run(case: Whole) -> Row:
         return measure_model(toy(case)) if place.toy else engine.in_process("perf.speed.worker", asdict(case))
 
-    needs = [f"{name}[{LLAMA.name}-centroids]" for name in checks.PER_HEADS]
-    needs += [f"{case.step}[llama-{'-'.join(checks.KINDS[0])}]"]
-    peer, seconds = case.contender != "fastkv", CONTENDERS[case.contender, case.step]
-    told = {"optional": peer, "needs": () if peer else tuple(needs), "seconds": seconds, "file": "gpu_model"}
-    return Job(case.name, {"part": "model", **case.as_row()}, run, code_of(measure_model), **told)
+    shapes = [FASTDMS, *((MODEL, CONTEXT, batch) for batch in BATCHES)]
+    for ((who, step), seconds), (model, context, batch) in product(CONTENDERS.items(), shapes):
+        kept: dict[str, Any] = {"policy": "fastkv", "budget": BUDGET} if who == "fastkv" else {}
+        case = Whole(model, who, context, batch, step=step, device="cuda", dtype="bfloat16", **kept)
+        needs = [f"{name}[{LLAMA.name}-centroids]" for name in checks.PER_HEADS] if kept else []
+        needs += [f"{step}[llama-{'-'.join(checks.KINDS[0])}]"] if kept else []
+        told = {"optional": not kept, "needs": tuple(needs), "seconds": seconds, "file": "gpu_model"}
+        yield Job(case.name, {"part": "model", **case.as_row()}, partial(run, case), code_of(measure_model), **told)
 
 
 def timing(place: Place, case: Case) -> Job:
     """Of one decode step: fastkv's waits for the checks on its heads."""
     needs = [f"{name}[{case.heads.name}-{case.memory}]" for name in checks.PER_HEADS] if case.memory else []
-    told = {"optional": case.peer, "needs": tuple(needs), "seconds": case.seconds, "file": "gpu_timings"}
-    return Job(case.name, case.row, partial(timings.run, case, place), code_of(case.build), **told)
+    told = {"optional": not case.memory, "needs": tuple(needs), "seconds": case.seconds, "file": "gpu_timings"}
+    row = {"part": case.part, "op": case.op, "heads": case.heads.name, "batch": case.batch, "length": case.length}
+    row |= {"head_dim": case.heads.head_dim}
+    return Job(case.name, row, partial(timings.run, case, place), code_of(case.build), **told)

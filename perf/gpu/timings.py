@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -33,8 +34,7 @@ from .place import HALF, Place
 FREE = 16  # slots beyond L: what is appended between two evictions
 TOY_LENGTH = 32  # in a dry run
 KEPT = 1024  # tokens that a prompt's block attends to beside itself
-DEFAULT, PLAIN = "fastkv default", "fastkv no correction"
-SUMS = "with sums"  # of the attention that each token receives, by which some policies go
+DEFAULT, SECONDS = "fastkv default", {"FlexAttention": 6.0}  # seconds: of who takes long
 KEY = ((1, 1024), (32, 4096), (8, 1024), (1, 4096), (32, 1024), (8, 4096))  # batch and tokens, what counts most first
 PROMPTS = ((1, 2048), (8, 512), (1, 8192))  # batch and tokens of a prompt's block
 OTHERS = ((1, 512), (128, 1024), (1, 128), (128, 4096))
@@ -121,10 +121,10 @@ def default(**options: object) -> tuple[str, Builder]:
 
 OWN: dict[str, tuple[str, Builder]] = {  # by name: what it remembers, and what builds the work
     DEFAULT: default(),
-    f"fastkv {SUMS}": default(attention=True),
+    "fastkv with sums": default(attention=True),  # of the attention that each token receives
     "fastkv moments": ("moments", partial(decode, correction="moments")),
-    f"fastkv moments {SUMS}": ("moments", partial(decode, correction="moments", attention=True)),  # momentkv's
-    PLAIN: ("moments", partial(decode, correction="none")),
+    "fastkv moments with sums": ("moments", partial(decode, correction="moments", attention=True)),  # momentkv's
+    "fastkv no correction": ("moments", partial(decode, correction="none")),
     **{f"fastkv {slots}": default(slots=slots) for slots in FORMATS if slots != "model"},
     "fastkv unequal heads": default(shares=SHARES),
     "fastkv in pages": default(pages=True),
@@ -144,30 +144,22 @@ def decode_cases(
     found = []
     for shape in shapes:
         found += [Case("decode", name, heads, *shape, OWN[name][1], OWN[name][0]) for name in own]
-        slow = {"FlexAttention": 6.0}
-        found += [Case("decode", name, heads, *shape, PEERS[name], seconds=slow.get(name, 0.8)) for name in peers]
+        found += [Case("decode", name, heads, *shape, PEERS[name], seconds=SECONDS.get(name, 0.8)) for name in peers]
     return found
 
 
-def key_cases() -> list[Case]:
-    """At six shapes the default's step beside everybody else."""
-    return decode_cases(LLAMA, KEY, [DEFAULT], [*PEERS])
-
-
-def prompt_cases() -> list[Case]:
-    """Blocks of prompts over slots, beside the same tokens' attention to themselves alone."""
-    return [
-        Case("prompt", name, LLAMA, *shape, build, memory, seconds=2.0)
-        for shape in PROMPTS
-        for name, (memory, build) in BLOCKS.items()
-    ]
-
-
-def other_cases() -> list[Case]:
-    """Every step of fastkv at these shapes; other heads and shapes, beside a copy and FlashInfer."""
+def cases() -> dict[str, list[Case]]:
+    """By section of the plan: at six shapes the default's step beside all peers; blocks of prompts over slots, beside the
+    same tokens alone; every step of fastkv there, and other heads and shapes, beside a copy and FlashInfer."""
     rest, few = [name for name in OWN if name != DEFAULT], ("copy", "FlashInfer")
-    found = decode_cases(LLAMA, KEY, rest, ()) + decode_cases(GEMMA, KEY, [DEFAULT, *rest[:2]], few)
-    return found + [one for shape in OTHERS for h in (LLAMA, GEMMA) for one in decode_cases(h, [shape], [DEFAULT], few)]
+    blocks = product(PROMPTS, BLOCKS.items())
+    other = decode_cases(LLAMA, KEY, rest, ()) + decode_cases(GEMMA, KEY, [DEFAULT, *rest[:2]], few)
+    other += [one for shape in OTHERS for h in (LLAMA, GEMMA) for one in decode_cases(h, [shape], [DEFAULT], few)]
+    return {
+        "key": decode_cases(LLAMA, KEY, [DEFAULT], [*PEERS]),
+        "prompt": [Case("prompt", name, LLAMA, *at, build, of, seconds=2.0) for at, (name, (of, build)) in blocks],
+        "decode": other,
+    }
 
 
 def run(case: Case, place: Place) -> Row:

@@ -12,9 +12,11 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby, product
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from fastkv import policies
 from fastkv.lab import facts
@@ -27,17 +29,10 @@ from .cells import Cell, add, missing
 
 RESULTS = ROOT / "perf" / "results" / "leaderboard"
 KEEPS = (0.5, 0.25, 0.125, 0.0625)
+NARROW = (0.25, 0.125)
 FITTED = ("duoattention", "triattention")  # need a file fitted to the model
 ALL = tuple(name for name in policies.names() if name not in FITTED)
-SOME = tuple(
-    "momentkv keydiff manifold compactor fastkv fastkv-reread kvzip expected-attention noncausal leverage snapkv tova "
-    "streaming".split()
-)
-TWICE = tuple(name for name in ALL if policies.get(name).second_reading)
-FEW = ("fastkv", "fastkv-reread", "momentkv", "compactor", "kvzip", "streaming")
-ONWARD = ("fastkv", "momentkv", "compactor", "streaming")
-ONCE = tuple(name for name in FEW if name not in TWICE)
-NARROW = (0.25, 0.125)
+QUICK = 2  # texts, of the first table in its narrow columns
 
 
 @dataclass(frozen=True)
@@ -52,8 +47,8 @@ class Table:
     """
 
     title: str
-    names: tuple[str, ...] = SOME
-    keeps: tuple[float, ...] = NARROW
+    names: tuple[str, ...]
+    keeps: Sequence[float] = NARROW
     texts: int = 8
     length: int = 2048
     settings: dict[str, Any] = field(default_factory=dict)
@@ -67,28 +62,17 @@ class Table:
         return 2 * facts.ASKED if self.question == "seen" else 1
 
 
-PLAIN, UNIFORM = {"slots": "model"}, {"heads": "uniform", "slots": "model"}
-TABLES = {
-    "later_2048": Table("2,048 tokens, compressed before the question", ALL, KEEPS),
-    "bfloat16_2048": Table("2,048 tokens, slots in bfloat16", ALL, texts=12, settings=PLAIN),
-    "uniform_2048": Table("2,048 tokens, slots in bfloat16, uniform heads", ALL, texts=12, settings=UNIFORM),
-    # What `patch` does not choose for such bytes.
-    "int4_2048": Table("2,048 tokens, slots of 4 bits", FEW, (0.125,), 7, settings={"slots": "int4"}),
-    "int8_2048": Table("2,048 tokens, slots of 8 bits", FEW, (0.0625,), 7, settings={"slots": "int8"}),
-    "k8v4_2048": Table(
-        "2,048 tokens, keys in 8 bits, values in 4", FEW, (0.125, 0.0625), 7, settings={"slots": "k8v4"}
-    ),
-    "more_2048": Table("2,048 tokens, the defaults on more texts", ("fastkv", "fastkv-reread"), KEEPS[1:], 16),
-    "blocks_2048": Table("2,048 tokens in blocks of 256", ONCE, settings={"prefill_block": 256}),
-    "seen_2048": Table("2,048 tokens, read together with the question", FEW, texts=7, question="seen"),
-    "tokens_2048": Table("2,048 tokens, at equal tokens, in float32", equal="tokens"),
-    "later_1024": Table("1,024 tokens, compressed before the question", length=1024),
-    "later_4096": Table("4,096 tokens, compressed before the question", FEW, length=4096),
-    "later_8000": Table("8,000 tokens, compressed before the question", ("fastkv", "streaming"), length=8000),
-    "ruler_2048": Table("2,048 tokens of RULER's retrieval tasks", FEW, (0.125,), 42, sample=samples.retrieval),
-    "onward_2048": Table("2,000 tokens after a prompt of 2,048", ONWARD, (0.125,), 2, question="none"),
-}
-QUICK = 2  # texts, of the first table in its narrow columns
+def tables() -> dict[str, Table]:
+    """Those of tables.yaml."""
+    told = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text(encoding="utf-8"))
+    for row in told.values():
+        row["names"] = ALL if row["names"] == "all" else tuple(row["names"].split())
+        if "sample" in row:
+            row["sample"] = getattr(samples, row["sample"])
+    return {name: Table(**row) for name, row in told.items()}
+
+
+TABLES = tables()
 
 
 def texts_of(table: Table, model: Any, tokenizer: Any, seed: int) -> Iterator[Any]:
@@ -97,10 +81,8 @@ def texts_of(table: Table, model: Any, tokenizer: Any, seed: int) -> Iterator[An
         yield onward.read(model, tokenizer, table.length, seed)
         return
     sample = table.sample(tokenizer, table.length, seed, both=True)
-    if table.question == "seen":
-        yield from measure.seen(model, tokenizer, sample)
-    else:
-        yield measure.read(model, tokenizer, sample)
+    for one in measure.seen(sample) if table.question == "seen" else [sample]:
+        yield measure.read(model, tokenizer, one)
 
 
 def groups(names: Sequence[str]) -> list[list[str]]:
@@ -129,15 +111,13 @@ def run(
         for part, text in enumerate(texts_of(TABLES[names[0]], model, tokenizer, seed)):
             for name, cell in waiting:
                 if cell["part"] == part:
-                    found = measured(TABLES[name], model, tokenizer, text, cell["policy"], cell["keep"])
+                    table, one = TABLES[name], (cell["policy"], cell["keep"])
+                    if table.question == "none":
+                        found = onward.cell(model, text, *one, table.settings)
+                    else:
+                        found = measure.cell(model, tokenizer, text, *one, table.equal, table.settings)
                     add(RESULTS / f"{name}.jsonl", cell | found | told)
                     print(f"{name} {seed}: {next(done)}/{len(left)} cells", flush=True)
-
-
-def measured(table: Table, model: Any, tokenizer: Any, text: Any, policy: str, keep: float) -> dict[str, Any]:
-    if table.question == "none":
-        return onward.cell(model, text, policy, keep, table.settings)
-    return measure.cell(model, tokenizer, text, policy, keep, table.equal, table.settings)
 
 
 def clock(model: Any, tokenizer: Any, told: dict[str, Any], python: str | None = None, where: str = "") -> None:

@@ -53,9 +53,8 @@ def run(name: str, texts: int) -> None:
                 cache = FastKVCache(model)
                 found = {"text_kl": kl(full, along(model, sample, cache)).mean().item(), "nbytes": cache.nbytes()}
             add(file, cell | found | told)
-            print(
-                f"text {seed + 1} of {texts}: {', '.join(map(str, cell.values()))}: {found['text_kl']:.3f}", flush=True
-            )
+            what = ", ".join(map(str, cell.values()))
+            print(f"text {seed + 1} of {texts}: {what}: {found['text_kl']:.3f}", flush=True)
 
 
 def main() -> None:

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache
 
 from fastkv import Budget, FastKVCache, patch, patched, policies, unpatch
+from fastkv.api import answers, forked
 from fastkv.cache.layout import cost
 from fastkv.lab import facts
 from fastkv.lab.reading import Reading
@@ -47,63 +46,28 @@ class Text:
     next: Tensor
 
 
-def full_cache(reading: Reading, rows: int = 1) -> DynamicCache:
-    """transformers' cache of a text that was read, `rows` times."""
-    cache = reading.full()
-    cache.batch_repeat_interleave(rows)
-    return cache
-
-
 @torch.no_grad()
 def read(model: Any, tokenizer: Any, sample: facts.Sample) -> Text:
     """Read a text and ask the full cache."""
     reading = Reading.of(unpatch(model), torch.tensor([sample.prefix]))
     found: list[tuple[facts.Question, list[int]]] = []
-    for question, spoken in zip(
-        sample.questions, generated(model, tokenizer, full_cache(reading, len(sample.questions)), sample.questions)
-    ):
-        end = next((n for n in range(1, len(spoken) + 1) if answers_to(tokenizer, question, spoken[:n])), None)
+    asked = [question.ids for question in sample.questions]
+    written = answers(model, tokenizer, reading.full(), reading.ids, asked, NEW)
+    for question, spoken in zip(sample.questions, written):
+        starts = ((n, tokenizer.decode(spoken[:n], skip_special_tokens=True)) for n in range(1, len(spoken) + 1))
+        end = next((n for n, start in starts if question.answered_by(start)), None)
         if end is not None:
             found.append((question, spoken[:end]))
-    answers: list[Answer] = []
-    if found:
-        along = forced(model, full_cache(reading, len(found)), found)
-        answers = [Answer(*one, log_probs) for one, log_probs in zip(found, along)]
-    goes_on = model(torch.tensor([sample.continuation]), past_key_values=full_cache(reading)).logits[0]
-    return Text(sample, reading, len(sample.questions), answers, goes_on.float().log_softmax(-1))
+    along = forced(model, forked(reading.full(), len(found)), found) if found else []
+    told = [Answer(*one, log_probs) for one, log_probs in zip(found, along)]
+    (goes_on,) = log_probabilities(model, reading.full(), [sample.continuation])
+    return Text(sample, reading, len(sample.questions), told, goes_on)
 
 
 def forced(model: Any, cache: Any, answers: list[tuple[facts.Question, list[int]]]) -> list[Tensor]:
     """Log-probabilities [len(ids), V] along given answers, one a row of the cache."""
     rows = log_probabilities(model, cache, [question.ids + said[:-1] for question, said in answers])
     return [row[-len(said) :] for row, (_, said) in zip(rows, answers)]
-
-
-def answers_to(tokenizer: Any, question: facts.Question, ids: list[int]) -> bool:
-    return question.answered_by(tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def generated(model: Any, tokenizer: Any, cache: Any, questions: list[facts.Question]) -> list[list[int]]:
-    """Greedy replies to questions, one a row of the cache, at most `NEW` tokens each; no more than all answers need."""
-    rows = [torch.tensor(question.ids) for question in questions]
-    ids = pad_sequence(rows, batch_first=True, padding_side="left")
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
-    seen = cache.get_seq_length()
-    past = torch.ones(len(questions), seen, dtype=torch.long)
-    mask, ended = torch.cat([past, mask], 1), torch.zeros(len(questions), dtype=torch.bool)
-    spoken: list[Tensor] = []
-    for _ in range(NEW):
-        positions = mask.cumsum(-1)[:, -ids.shape[1] :] - 1
-        logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1).logits
-        ids = logits[:, -1].argmax(-1, keepdim=True)
-        ended |= ids[:, 0] == tokenizer.eos_token_id
-        spoken.append(ids)
-        for row, question in enumerate(questions):
-            ended[row] |= answers_to(tokenizer, question, [int(step[row]) for step in spoken])
-        if bool(ended.all()):
-            break
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-    return [[token for token in row if token != tokenizer.eos_token_id] for row in torch.cat(spoken, 1).tolist()]
 
 
 def tokens_of(
@@ -151,22 +115,21 @@ def cell(
     found: dict[str, Any] = {"tokens": budget.tokens, "nbytes": cache.nbytes()}
     found["slots"] = cache.compressed[0].cache.config.slots.name
     if text.answers:
-        found |= judged(model, tokenizer, text.answers, cache)
-    goes_on = model(torch.tensor([text.sample.continuation]), past_key_values=cache.clone()).logits[0]
-    log_probs = goes_on.float().log_softmax(-1)
+        found |= judged(model, tokenizer, text, cache)
+    (log_probs,) = log_probabilities(model, cache.clone(), [text.sample.continuation])
     found["text_kl"] = kl(text.next, log_probs).mean().item()
     return found | {"top1": (text.next.argmax(-1) == log_probs.argmax(-1)).float().mean().item()}
 
 
-def judged(model: Any, tokenizer: Any, answers: list[Answer], cache: FastKVCache) -> dict[str, Any]:
+def judged(model: Any, tokenizer: Any, text: Text, cache: FastKVCache) -> dict[str, Any]:
     """How many answers a cache generates too, and the KL along the full cache's answers, mean over questions."""
-    questions = [answer.question for answer in answers]
-    spoken = generated(model, tokenizer, cache.fork(len(answers)), questions)
-    right = [answers_to(tokenizer, question, ids) for question, ids in zip(questions, spoken)]
-    along = forced(model, cache.fork(len(answers)), [(answer.question, answer.ids) for answer in answers])
-    apart = [kl(answer.log_probs, one).mean().item() for answer, one in zip(answers, along)]
-    told = {"asked": len(answers), "right": sum(right), "answer_kl": sum(apart) / len(apart)}
-    return told | {"replies": [tokenizer.decode(ids) for ids in spoken]}
+    told, known = [(answer.question, answer.ids) for answer in text.answers], text.answers
+    spoken = answers(model, tokenizer, cache, text.reading.ids, [question.ids for question, _ in told], NEW)
+    replies = [tokenizer.decode(ids, skip_special_tokens=True) for ids in spoken]
+    right = [question.answered_by(reply) for (question, _), reply in zip(told, replies)]
+    apart = [kl(a.log_probs, b).mean().item() for a, b in zip(known, forced(model, cache.fork(len(told)), told))]
+    found = {"asked": len(told), "right": sum(right), "answer_kl": sum(apart) / len(apart)}
+    return found | {"replies": replies}
 
 
 def kl(full: Tensor, other: Tensor) -> Tensor:
@@ -174,12 +137,12 @@ def kl(full: Tensor, other: Tensor) -> Tensor:
     return (full.exp() * (full - other)).sum(-1)
 
 
-def seen(model: Any, tokenizer: Any, sample: facts.Sample) -> Iterator[Text]:
+def seen(sample: facts.Sample) -> Iterator[facts.Sample]:
     """A text for each question, which is read with it: the prefix then ends before the question's last token."""
     for question in sample.questions:
         with_question = [*sample.prefix, *question.ids[:-1]]
         alone = replace(question, ids=question.ids[-1:])
-        yield read(model, tokenizer, replace(sample, prefix=with_question, questions=[alone]))
+        yield replace(sample, prefix=with_question, questions=[alone])
 
 
 def given(text: Text, seed: int, told: dict[str, Any]) -> dict[str, Any]:

@@ -62,10 +62,7 @@ def cell(model: Any, text: Onward, name: str, keep: float, settings: dict[str, A
             full_said.append(-full.gather(-1, fed)[:, 0])
         nbytes = cache.nbytes() // len(text.ids)
     found = torch.stack(apart)  # [AFTER, S]
-    by_source = {
-        "kl": {part: found[steps].mean(0).tolist() for part, steps in PARTS.items()},
-        "top1": torch.stack(same).mean(0).tolist(),
-        "nll": torch.stack(said).mean(0).tolist(),
-        "full_nll": torch.stack(full_said).mean(0).tolist(),
-    }
-    return {"tokens": budget.tokens, "nbytes": nbytes, "slots": told["slots"], **by_source}
+    by_part = {part: found[steps].mean(0).tolist() for part, steps in PARTS.items()}
+    rest = {"top1": same, "nll": said, "full_nll": full_said}
+    means = {name: torch.stack(steps).mean(0).tolist() for name, steps in rest.items()}
+    return {"tokens": budget.tokens, "nbytes": nbytes, "slots": told["slots"], "kl": by_part, **means}

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from fastkv import policies
 from fastkv.lab import common
 from perf.engine import ROOT
-from perf.tables import Row, chosen, filled, table, write_section
+from perf.tables import Row, chosen, filled, write_section
 
 from . import another, onward, times
 from .cells import rows_of
+from .onward import SOURCES
 
 if TYPE_CHECKING:
     from .__main__ import Table
@@ -29,7 +30,6 @@ KVPRESS, BESIDE = "kvpress_2048", 6  # its table, and texts of it
 OURS, DEFAULT = "bfloat16_2048", "later_2048"  # beside it
 MINE = ("fastkv", "fastkv-reread", "kvzip")  # policies beside it
 LEAST = 30  # answerable questions of a cell that is published
-LINK = ("policy", "class", "paper")  # the columns of a link
 DRAWN = ("fastkv", "fastkv-reread", "kvzip", "momentkv", "compactor", "keydiff", "snapkv", "streaming")
 
 
@@ -66,22 +66,18 @@ def scores(cell: list[Row]) -> tuple[float, float, float]:
     return share, error, sum(row["answer_kl"] * row["asked"] for row in told) / asked
 
 
-def table_of(rows: list[Row], keeps: Sequence[float]) -> tuple[str, list[float]]:
-    """A table in Markdown, and its columns: those with enough questions in every cell."""
+def table_of(rows: list[Row], keeps: Sequence[float]) -> tuple[list[Row], list[float]]:
+    """Policies with the scores of their cells, the best first, and the columns: those with enough questions in every
+    cell.
+    """
     columns = [keep for keep in keeps if fewest(chosen(rows, keep=keep)) >= LEAST]
     lines = []
     for name in {row["policy"] for row in rows}:
-        shown, total = [link(name)], 0.0
-        for keep in columns:
-            cell = chosen(rows, policy=name, keep=keep)
-            right, error, apart = scores(cell)
-            total += right - 1e-3 * apart
-            text_kl = sum(row["text_kl"] for row in cell) / len(cell)
-            shown.append(f"**{right:.2f}** ± {error:.2f}<br>{apart:.3f} · {text_kl:.3f}")
-        lines.append((total, shown))
-    full = ["full cache | |", *["**1.00**<br>0 · 0"] * len(columns)]
-    header = [*LINK, *(f"{removed(keep)} removed" for keep in columns)]
-    return table(header, [full, *(shown for _, shown in sorted(lines, reverse=True))], "---"), columns
+        cells = [chosen(rows, policy=name, keep=keep) for keep in columns]
+        told = [(*scores(cell), mean(row["text_kl"] for row in cell)) for cell in cells]
+        total = sum(right - 1e-3 * apart for right, _, apart, _ in told)
+        lines.append({"policy": name, "cells": told, "total": total})
+    return sorted(lines, key=lambda line: (line["total"], link(line["policy"])), reverse=True), columns
 
 
 def where_of(rows: list[Row]) -> str:
@@ -108,41 +104,38 @@ def write(results: Path, tables: Mapping[str, Table]) -> None:
         if one.question == "none":
             ahead += [going_on(chosen(whole, keep=keep), one, keep) for keep in one.keeps if finished[keep]]
             continue
-        made, columns = table_of(whole, one.keeps)
+        lines, columns = table_of(whole, one.keeps)
         asked = {keep: fewest(chosen(whole, keep=keep)) for keep in one.keeps}
-        lacking = [keep for keep in one.keeps if keep not in columns]
+        lacking = {keep: asked[keep] for keep in one.keeps if keep not in columns}
         if lacking:
-            so_far = ", ".join(str(asked[keep]) for keep in lacking)
-            at = f"{', '.join(map(removed, lacking))} removed"
-            missing.append(f"{one.title}, at {at}: {so_far} questions so far.")
+            missing.append({"title": one.title, "lacking": lacking})
         if columns:
             texts = f"{min(len(finished[keep]) for keep in columns)} texts, {min(asked[keep] for keep in columns)}"
-            basis = f"{texts} answerable questions or more in each cell; {where_of(whole)}"
-            shown.append({"title": one.title, "basis": basis, "table": made, "drawn": name == DEFAULT})
+            told = {"texts": texts, "where": where_of(whole), "drawn": name == DEFAULT}
+            shown.append({"title": one.title, "rows": lines, "columns": columns, **told})
             if name == DEFAULT:
                 show(whole, columns, f"{texts} questions or more; {where_of(whole)}")
-    facts = {"tables": shown, "onward": ahead, "missing": missing, "least": LEAST, "times": times}
+    read, heads = (rows_of(results / f"{name}.jsonl") for name in (TIMES, HEADS))
+    facts = {"tables": shown, "onward": ahead, "missing": missing, "least": LEAST, "times": times, "sources": SOURCES}
+    facts |= {"read": read, "heads": heads, "kvpress": beside_kvpress(results), "another": another}
     facts["others"] = [on_another_model(file) for file in sorted((results / another.RESULTS.name).glob("*.jsonl"))]
-    facts |= clocked(results) | {"kvpress": beside_kvpress(results)}
-    PAGE.write_text(filled(Path(__file__).with_suffix(".jinja").read_text(), **facts) + "\n")
+    told_by = {"removed": removed, "link": link, "where": where_of}
+    PAGE.write_text(filled(Path(__file__).with_suffix(".jinja"), told_by, **facts) + "\n")
 
 
 def going_on(rows: list[Row], of: Table, keep: float) -> Row:
-    """Texts that go on: KL by source, over the tokens after the prompt; rows are sorted by its mean at the end."""
+    """Texts that go on: KL by source, over the tokens after the prompt; policies are sorted by its mean at the end."""
     lines = []
     for name in dict.fromkeys(row["policy"] for row in rows):
         cells = chosen(rows, policy=name)
         spans = [[mean(one["kl"][part][place] for one in cells) for part in onward.PARTS]
-                 for place in range(len(onward.SOURCES))]  # fmt: skip
-        same = mean(mean(one["top1"]) for one in cells)
-        worse = mean(mean(one["nll"]) - mean(one["full_nll"]) for one in cells)
-        shown = [" · ".join(f"{kl:.3f}" for kl in span) for span in spans]
-        shown = [link(name), *shown, f"{same:.3f}", f"{math.exp(worse):.3f}"]
-        lines.append((mean(span[-1] for span in spans), shown))
-    header = [*LINK, *onward.SOURCES, "same top token", "perplexity, times"]
-    made = table(header, [shown for _, shown in sorted(lines)], "---")
-    facts = {"spans": " · ".join(onward.PARTS), "texts": len({row["seed"] for row in rows}), "where": where_of(rows)}
-    return {"title": of.title, "removed": removed(keep), "table": made, **facts}
+                 for place in range(len(SOURCES))]  # fmt: skip
+        worse = math.exp(mean(mean(one["nll"]) - mean(one["full_nll"]) for one in cells))
+        told = {"spans": spans, "same": mean(mean(one["top1"]) for one in cells), "worse": worse}
+        lines.append({"policy": name, "last": mean(span[-1] for span in spans), **told})
+    facts = {"spans": " · ".join(onward.PARTS), "texts": len({row["seed"] for row in rows}), "rows": rows}
+    lines.sort(key=lambda line: (line["last"], link(line["policy"])))
+    return {"title": of.title, "keep": keep, "lines": lines, **facts}
 
 
 def on_another_model(file: Path) -> Row:
@@ -150,35 +143,16 @@ def on_another_model(file: Path) -> Row:
     rows = rows_of(file)
     cells = Counter(row["seed"] for row in rows)
     rows = [row for row in rows if cells[row["seed"]] == len(another.NAMES) * len(another.KEEPS) * len(times.HEADS)]
-    lines, ratios = [], []
+    lines, ratios = {}, []
     for policy in another.NAMES:
-        told = [
+        lines[policy] = told = [
             mean(row["text_kl"] for row in chosen(rows, policy=policy, keep=keep, heads=of))
             for keep in another.KEEPS
             for of in times.HEADS
         ]
         ratios += [calibrated / uniform for uniform, calibrated in zip(told[::2], told[1::2])]
-        lines.append([f"`{policy}`", *(f"{kl:.3f}" for kl in told)])
-    header = [word for keep in another.KEEPS for word in (f"{removed(keep)} removed, uniform", "calibrated")]
-    facts = {"length": f"{another.LENGTH:,}", "texts": len({row["seed"] for row in rows}), "where": where_of(rows)}
-    facts |= {"model": file.stem, "ratio": f"{math.exp(mean(map(math.log, ratios))):.2f}"}
-    return {**facts, "table": table(["policy", *header], lines, "---")}
-
-
-def clocked(results: Path) -> Row:
-    """The tables of prefill and steps, and of steps by heads, as far as they were measured."""
-    rows, steps = (rows_of(results / f"{name}.jsonl") for name in (TIMES, HEADS))
-    read = {}
-    if rows:
-        lines = [[link(row["policy"]), f"{row['read_s']:.1f}", f"{1e3 * row['step_s']:.1f}"] for row in rows]
-        read = {"threads": rows[0]["threads"], "where": where_of(rows)}
-        read["table"] = table([*LINK, "prefill, s", "decode step, ms"], lines, "---")
-    header = ["tokens kept", "sequences", "uniform heads, ms", "calibrated heads, ms", "ratio"]
-    told = []
-    for row in steps:
-        ms = [1e3 * row[f"{heads}_s"] for heads in times.HEADS]
-        told.append([f"{row['kept']:,}", row["batch"], *(f"{one:.1f}" for one in ms), f"{ms[1] / ms[0]:.2f}"])
-    return {"read": read, "heads": table(header, told, "---")}
+    facts = {"texts": len({row["seed"] for row in rows}), "ratio": math.exp(mean(map(math.log, ratios)))}
+    return {"model": file.stem, "rows": rows, "lines": lines, **facts}
 
 
 def beside_kvpress(results: Path) -> Row:
@@ -193,34 +167,26 @@ def beside_kvpress(results: Path) -> Row:
         for row in rows_of(results / f"{table}.jsonl")
         if row["policy"] in MINE and row["seed"] in known and row["keep"] in keeps
     ]
-    told, asked = theirs[0], fewest(chosen(theirs, keep=keeps[0]))
-    versions = ", ".join(f"{name} {told[name]}" for name in ("kvpress", "torch", "transformers"))
-    basis = f"{len(known)} texts, {asked} questions; {versions}, {told['cpu']}"
-    return {"basis": basis, "table": table_of(theirs + ours, keeps)[0]}
+    facts = {"texts": len(known), "asked": fewest(chosen(theirs, keep=keeps[0])), "told": theirs[0]}
+    return {"columns": keeps, "rows": table_of(theirs + ours, keeps)[0], **facts}
 
 
 def show(rows: list[Row], keeps: list[float], where: str) -> None:
     """The table in README, and the picture: right answers and KL of the answers of a few policies by share of bytes."""
     figure = common.figure(9, 3.6)
     left, right = figure.subplots(1, 2)
-    lines, shares = [], [100 * keep for keep in keeps]
+    lines, shares = {}, [100 * keep for keep in keeps]
     for name in DRAWN:
-        told = [scores(chosen(rows, policy=name, keep=keep)) for keep in keeps]
-        lines.append([name, *(f"{share:.2f}, {apart:.3f}" for share, _, apart in told)])
+        lines[name] = told = [scores(chosen(rows, policy=name, keep=keep)) for keep in keeps]
         for axes, values in ((left, [share for share, *_ in told]), (right, [apart for *_, apart in told])):
             axes.plot(*zip(*sorted(zip(shares, values))), marker="o", label=name)
-    made = table(["policy", *(f"{share:g} % of the bytes" for share in shares)], lines, "---")
-    text = (
-        f"{MARK}\n\nShare of right answers and KL of the answers in nats per token; SmolLM2-135M, 2,048 tokens, "
-        f"compressed\nbefore the question ({where}; `make report`):\n\n{made}\n{END}"
-    )
-    write_section(README, MARK, END, text)
+    text = filled(Path(__file__).with_name("front.jinja"), lines=lines, shares=shares, where=where)
+    write_section(README, MARK, END, f"{MARK}\n\n{text}\n\n{END}")
     right.set_yscale("log")
     for axes, label in ((left, "right answers"), (right, "answer KL, nats a token")):
-        axes.set_ylabel(label)
         axes.set_xscale("log", base=2)
         axes.set_xticks(shares, [f"{share:g}" for share in shares])
-        axes.set_xlabel("% of the full cache's bytes")
+        axes.set(xlabel="% of the full cache's bytes", ylabel=label)
         common.finish(axes)
     right.legend(frameon=False, fontsize=8)
     PICTURE.parent.mkdir(parents=True, exist_ok=True)

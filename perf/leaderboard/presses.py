@@ -1,4 +1,4 @@
-"""kvpress on texts that the leaderboard has read: run in an environment with kvpress and without fastkv.
+"""kvpress on texts that the leaderboard has read: run in an environment with kvpress, where fastkv has its facts alone.
 
     PATH/python -m perf.leaderboard.presses TEXTS OUT MODEL
     PATH/python -m perf.leaderboard.presses TIMES MODEL
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from fastkv.lab.facts import plain
+
 from .cells import add, missing
 
 NEW = 24  # tokens of an answer at most
 KEEPS = (0.25, 0.125)
 
 
-def _of(kind: Callable[..., Any], **how: Any) -> Callable[[float], Any]:
-    return lambda ratio: kind(compression_ratio=ratio, **how)
-
-
-def _ada(kind: Callable[..., Any], **how: Any) -> Callable[[float], Any]:
-    return lambda ratio: kvpress.AdaKVPress(kind(compression_ratio=ratio, **how))
+def _within(outer: Any, inner: Any, **how: Any) -> Callable[..., Any]:
+    return lambda compression_ratio: outer(inner(compression_ratio=compression_ratio, **how))
 
 
 ALONE = (
@@ -42,21 +41,16 @@ ALONE = (
     "LeverageScorePress", "NonCausalAttnPress", "TOVAPress", "PyramidKVPress", "LagKVPress", "StreamingLLMPress",
     "KnormPress",
 )  # fmt: skip
-PRESSES: dict[str, Callable[[float], Any]] = {
-    **{name: _of(getattr(kvpress, name)) for name in ALONE},
-    "KVzipPress(kvzip_plus_normalization=True)": _of(kvpress.KVzipPress, kvzip_plus_normalization=True),
-    "AdaKVPress(ExpectedAttentionPress)": _ada(kvpress.ExpectedAttentionPress, epsilon=1e-2),
-    "AdaKVPress(SnapKVPress)": _ada(kvpress.SnapKVPress),
-    "AdaKVPress(CompactorPress)": _ada(kvpress.CompactorPress),
-    "CriticalAdaKVPress(SnapKVPress)": lambda ratio: kvpress.CriticalAdaKVPress(kvpress.SnapKVPress(ratio)),
+PRESSES: dict[str, Callable[..., Any]] = {  # given a compression_ratio
+    **{name: getattr(kvpress, name) for name in ALONE},
+    "KVzipPress(kvzip_plus_normalization=True)": partial(kvpress.KVzipPress, kvzip_plus_normalization=True),
+    "AdaKVPress(ExpectedAttentionPress)": _within(kvpress.AdaKVPress, kvpress.ExpectedAttentionPress, epsilon=1e-2),
+    "AdaKVPress(SnapKVPress)": _within(kvpress.AdaKVPress, kvpress.SnapKVPress),
+    "AdaKVPress(CompactorPress)": _within(kvpress.AdaKVPress, kvpress.CompactorPress),
+    "CriticalAdaKVPress(SnapKVPress)": _within(kvpress.CriticalAdaKVPress, kvpress.SnapKVPress),
 }
 TIMED = ("KeyDiffPress", "KnormPress", "StreamingLLMPress", "SnapKVPress", "ExpectedAttentionPress", "CompactorPress")
 STEPS = 4
-
-
-def plain(text: str) -> str:
-    """As `fastkv.lab.facts.plain`."""
-    return text.lower().replace(",", "").replace("-", "").replace(" ", "")
 
 
 class Compressed:
@@ -104,8 +98,7 @@ def cell(model: Any, tokenizer: Any, text: dict[str, Any], press: Any) -> dict[s
         apart.append(divergence(one["log_probs"], logits[-len(one["said"]) :]))
         cache.forget()
     text_kl = divergence(text["next"], cache.logits(text["continuation"]))
-    asked = len(apart)
-    return {"asked": asked, "right": right, "answer_kl": sum(apart) / asked, "text_kl": text_kl}
+    return {"asked": len(apart), "right": right, "answer_kl": sum(apart) / len(apart), "text_kl": text_kl}
 
 
 def loaded(where: str) -> Any:
@@ -122,7 +115,7 @@ def times(tokens: str, where: str) -> None:
         for name in TIMED:
             begun = time.perf_counter()
             if line.strip() == "read":
-                caches[name] = Compressed(model, ids, PRESSES[name](1 - KEEPS[1]))
+                caches[name] = Compressed(model, ids, PRESSES[name](compression_ratio=1 - KEEPS[1]))
                 caches[name].logits(ids[:1])  # fastkv's reading ends with the logits of a token, too
                 found[name] = time.perf_counter() - begun
                 continue
@@ -144,7 +137,8 @@ def main(texts: str, out: str, where: str) -> None:
     for text in torch.load(texts):
         every = ((text["seed"], 0, name, keep) for name in PRESSES for keep in KEEPS)
         for key in missing(file, (dict(zip(keys, one)) for one in every)):
-            row = key | cell(model, tokenizer, text, PRESSES[key["policy"]](1 - key["keep"])) | told | text["told"]
+            press = PRESSES[key["policy"]](compression_ratio=1 - key["keep"])
+            row = key | cell(model, tokenizer, text, press) | told | text["told"]
             add(file, row)
             print(f"text {row['seed']}: {row['policy']}, {row['keep']:g}: {row['right']}/{row['asked']}", flush=True)
 

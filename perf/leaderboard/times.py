@@ -67,10 +67,15 @@ class Ours:
         for number, name in enumerate(self.names, 1):
             print(f"{what}: {name}, {number} of {len(self.names)}", file=sys.stderr, flush=True)
             with self._patched(name):
-                yield (
-                    name,
-                    self._read(name) if what == "read" else stepped(self.model, self.ids[:, :1], self.caches[name]),
-                )
+                if what == "step":
+                    yield name, stepped(self.model, self.ids[:, :1], self.caches[name])
+                    continue
+                begun = time.perf_counter()
+                cache = None if name == FULL else FastKVCache(self.model)
+                out = self.model(self.ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+                read = time.perf_counter() - begun
+                self.caches[name] = out[CACHE]
+                yield name, read
 
     def _patched(self, name: str) -> AbstractContextManager[Any]:
         if name == FULL:
@@ -78,14 +83,6 @@ class Ours:
         policy = policies.get(name)
         budget, told = tokens_of(self.model, KEEP, LENGTH, "bytes", policy, {})
         return patched(self.model, policy, budget, **told)
-
-    def _read(self, name: str) -> float:
-        begun = time.perf_counter()
-        cache = None if name == FULL else FastKVCache(self.model)
-        out = self.model(self.ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
-        read = time.perf_counter() - begun
-        self.caches[name] = out[CACHE]
-        return read
 
 
 class Presses:

@@ -7,7 +7,6 @@
 The machine should have nothing else to do: its load before and after stands in the file. Exit code: that of pytest.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -16,17 +15,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..engine import RESULTS, ROOT
-from ..tables import chosen, table
+from ..engine import RESULTS, ROOT, parser_of
+from ..tables import filled
 
 NAME = "micro.json"
-FACTS = ("cpu", "device", "driver", "python", "torch", "triton", "transformers", "commit")
-COLUMNS, RULES = ("case", "median", "quartiles", "rounds"), (" --- ", " --: ", " --: ", " --: ")
-HEADER = """# Operators and layers
-
-Written by `python -m perf.micro` from micro.json beside it; do not edit. Microseconds: median, quartiles, rounds.
-What is timed, and how: [perf/README.md](../README.md#operators-and-layers).
-"""
 
 
 def trimmed(report: dict[str, Any]) -> dict[str, Any]:
@@ -36,28 +28,15 @@ def trimmed(report: dict[str, Any]) -> dict[str, Any]:
         stats = one["stats"]
         times = {f"{name}_us": round(1e6 * stats[name], 2) for name in ("median", "q1", "q3")}
         case = one["name"].partition("[")[2].removesuffix("]")
-        rows.append({"id": one["name"], "test": one["name"].partition("[")[0], "of": case, **times})
-        rows[-1]["rounds"] = stats["rounds"]
+        named = {"id": one["name"], "test": one["name"].partition("[")[0], "of": case}
+        rows.append({**named, **times, "rounds": stats["rounds"]})
     facts = report["machine_info"]["fastkv"]
     return {"environment": facts, "measured": report["datetime"][:10], "tool": report["version"], "rows": rows}
 
 
 def page(file: dict[str, Any] | None) -> str:
     """The report in Markdown: a table for each test."""
-    if file is None:
-        return f"{HEADER}\nNot measured yet; `make bench` measures it.\n"
-    facts = file["environment"]
-    said = ", ".join(f"{name} {facts[name]}" for name in FACTS if name in facts)
-    load = " and ".join(f"{one:.1f}" for one in file.get("load", ()))
-    text = f"{HEADER}\n{file['measured']}, pytest-benchmark {file['tool']}; {said}; load before and after {load}.\n"
-    for test in dict.fromkeys(row["test"] for row in file["rows"]):
-        rows = [
-            (row["of"] or "all", f"{row['median_us']:.1f}", f"{row['q1_us']:.1f}-{row['q3_us']:.1f}", row["rounds"])
-            for row in chosen(file["rows"], test=test)
-        ]
-        title = test.removeprefix("test_").replace("_", " ").capitalize()
-        text += f"\n## {title}\n\n{table(COLUMNS, rows, RULES)}"
-    return text
+    return filled(Path(__file__).with_name("page.jinja"), file=file) + "\n"
 
 
 def measure(only: str) -> tuple[int, dict[str, Any] | None]:
@@ -74,9 +53,7 @@ def measure(only: str) -> tuple[int, dict[str, Any] | None]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns: pytest's exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m perf.micro", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("perf.micro", __doc__)
     parser.add_argument("--only", default="", metavar="WORDS", help="some benchmarks, as pytest's -k selects them")
     parser.add_argument("--report", action="store_true", help="measure nothing, write micro.md from micro.json")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of both files (default perf/results)")

@@ -6,6 +6,7 @@ The statistics are pytest-benchmark's own: of calls on a CPU, and on a GPU of la
 
 import copy
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fastkv import ops, reference
 from perf.environment import environment
-from perf.gpu.clock import Work, num_sets, relative_error, samples
+from perf.gpu.clock import Work, num_sets, right, samples
 from perf.gpu.place import Place
 from perf.micro.states import GEMMA, LLAMA, RECENT, SINKS, Heads
 
@@ -27,19 +28,11 @@ WORST = {"cpu": 1e-4, "cuda": 2e-2}  # relative error of an operator that is wor
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
-class Readings:
-    """A clock that is read before and after each round, whose length in seconds is known: `rounds`."""
-
-    def __init__(self) -> None:
-        self.rounds: list[float] = []
-        self.before = True
-
-    def __call__(self) -> float:
-        self.before = not self.before
-        return self.rounds.pop() if self.before else 0.0
+READINGS: deque[float] = deque()  # of the clock on a GPU: before each round, and its length in seconds after it
 
 
-CLOCK = Readings()
+def clock() -> float:
+    return READINGS.popleft()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A benchmark on a GPU reads the clock of the device."""
     for item in items:
         if getattr(item, "callspec", None) and item.callspec.params.get("device") == "cuda":
-            item.add_marker(pytest.mark.benchmark(timer=CLOCK))
+            item.add_marker(pytest.mark.benchmark(timer=clock))
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
@@ -121,7 +114,7 @@ class Timed:
         cells = [cell, *(make() for _ in range(num_sets(place, max(size, 1)) - 1))]
         work = Work(lambda index: run(*cells[index]), len(cells), 0, lambda: [reset(*one) for one in cells], once=True)
         times, self.benchmark.extra_info["launches"] = samples(work, place)
-        CLOCK.rounds = [1e-6 * one for one in times]
+        READINGS.extend(reading for one in times for reading in (0.0, 1e-6 * one))
         self.benchmark.pedantic(lambda: None, rounds=len(times))
 
 
@@ -147,5 +140,4 @@ def compared(timed: Any) -> Any:
 
 
 def check(got: Tensor, want: Tensor) -> None:
-    error = relative_error(got, want)
-    assert error < WORST[got.device.type], f"relative error {error:.1e}"
+    right(got, want, WORST[got.device.type])

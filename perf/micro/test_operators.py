@@ -7,6 +7,8 @@ import torch
 
 from fastkv import corrections, ops, reference
 from fastkv.reference import LayerState
+from perf.gpu.clock import tokens
+from perf.gpu.place import Place
 
 from . import states
 from .conftest import check
@@ -38,14 +40,7 @@ def layer(heads: Any, device: torch.device, dtype: torch.dtype) -> Any:
 @pytest.fixture
 def block(heads: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Makes q, k and v of so many new tokens."""
-
-    def make(num: int, batch: int = 1) -> list[torch.Tensor]:
-        return [
-            torch.randn(batch, n, num, heads.head_dim, device=device, dtype=dtype)
-            for n in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
-        ]
-
-    return make
+    return lambda num, batch=1: tokens(Place(device), heads, batch, num, dtype)
 
 
 @pytest.mark.parametrize("batch,tokens", [(1, 1024), (8, 1024), (1, 4096)], ids=lambda n: str(n))
@@ -126,16 +121,11 @@ def test_centroids(timed: Any, tokens: int, layer: Any, block: Any, device: torc
 
 
 @pytest.mark.parametrize("op", CALLS)
-def test_scores(timed: Any, op: str, heads: Any, device: torch.device, dtype: torch.dtype) -> None:
+def test_scores(timed: Any, op: str, block: Any, device: torch.device) -> None:
     num, call = NUM[device.type], CALLS[op]
-
-    def make() -> tuple:
-        q = torch.randn(1, heads.num_heads, num, heads.head_dim, device=device, dtype=dtype)
-        return q, torch.randn(1, heads.num_kv_heads, num, heads.head_dim, device=device, dtype=dtype)
-
-    q, keys = make()
-    check(call(ops, q[:, :, -BLOCK:], keys[:, :, -BLOCK:]), call(reference, q[:, :, -BLOCK:], keys[:, :, -BLOCK:]))
-    timed(make, lambda q, keys: call(ops, q, keys))
+    q, keys, _ = block(BLOCK)
+    check(call(ops, q, keys), call(reference, q, keys))
+    timed(lambda: block(num)[:2], lambda q, keys: call(ops, q, keys))
 
 
 @pytest.mark.parametrize("tokens", [1024, 4096])

@@ -23,7 +23,7 @@ from .row import Row, listed
 
 RESULTS, PAGE, PICTURES = "perf/results/papers", "docs/papers.md", "docs/pictures/papers"
 MODEL = "smollm2"
-ROWS = listed(geometry.MEASURED | moments.MEASURED | tasks.MEASURED)
+ROWS = listed(geometry, moments, tasks)
 
 
 def measure(row: Row, bench: Bench, file: Path, settings: dict[str, Any]) -> None:
@@ -31,13 +31,9 @@ def measure(row: Row, bench: Bench, file: Path, settings: dict[str, Any]) -> Non
     start = time.perf_counter()
     with torch.no_grad():
         numbers = row.measure(bench)
-    facts = {
-        "row": row.name,
-        **settings,
-        "seconds": round(time.perf_counter() - start, 1),
-        "environment": environment(),
-    }
-    content = json.dumps({**facts, "numbers": page.rounded(numbers)}, separators=(",", ":"))
+    facts = {"row": row.name, **settings, "seconds": round(time.perf_counter() - start, 1)}
+    facts |= {"environment": environment(), "numbers": page.rounded(numbers)}
+    content = json.dumps(facts, separators=(",", ":"))
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, (content + "\n").encode())
 

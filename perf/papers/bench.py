@@ -39,14 +39,6 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """What a cache makes of Q questions: right, and the mean NLL of the values' tokens, of all questions."""
-
-    right: list[bool]
-    nll: float | None
-
-
-@dataclass(frozen=True)
 class Cache:
     """A way to compress: policy, how the budget is shared, in blocks or whole, and correction with its maps.
 
@@ -79,10 +71,6 @@ class Bench:
 
     def __init__(self, model: Any, tokenizer: Any, quick: bool = False, trusting: bool = False) -> None:
         self.model, self.tokenizer, self.quick, self.trusting = model, tokenizer, quick, trusting
-
-    @property
-    def heads(self) -> int:
-        return int(self.model.config.num_key_value_heads)
 
     def size(self, whole: int, quick: int) -> int:
         return quick if self.quick else whole
@@ -120,16 +108,17 @@ class Bench:
             before = one.fact[: one.fact.rindex(one.answer)].rstrip()
             depth = max(whole.find(one.fact), 0) / max(len(whole), 1)
             found.append(Asked(one.ids + encode(before), encode(f" {one.answer}"), depth, one.kind))
-        right = self.answers(text.full(), found).right
+        right, _ = self.answers(text.full(), found)
         return [one for one, good in zip(found, right) if good or self.trusting]
 
-    def answers(self, cache: Any, asked: Sequence[Asked]) -> Answers:
+    def answers(self, cache: Any, asked: Sequence[Asked]) -> tuple[list[bool], float | None]:
         """Teacher-forced on the values, all questions at once; uses the cache up.
 
-        Right is a value all of whose tokens are the most likely ones.
+        Returns: of each question whether it is right, which is a value all of whose tokens are the most likely ones;
+            the mean NLL of the values' tokens, of all questions.
         """
         if not asked:
-            return Answers([], None)
+            return [], None
         cache.batch_repeat_interleave(len(asked))
         right, said = [], []
         rests = [one.ids + one.value[:-1] for one in asked]
@@ -137,7 +126,7 @@ class Bench:
             wanted, value = torch.tensor(one.value), row[len(one.ids) - 1 :]
             right.append(bool((value.argmax(-1) == wanted).all()))
             said.append(-value.gather(-1, wanted[:, None])[:, 0])
-        return Answers(right, torch.cat(said).mean().item())
+        return right, torch.cat(said).mean().item()
 
 
 class Text:

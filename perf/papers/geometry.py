@@ -11,12 +11,12 @@ from fastkv.lab.fits import PairSums, pre_rope_pairs, side_by_side
 from fastkv.lab.inspection import dimensions
 
 from .bench import Bench, Text
-from .row import Judged, Measured, mean, number, percent
+from .row import Judged, mean
 
 SINKS = 4  # first tokens
 
 
-def vector_r2(bench: Bench) -> dict[str, Any]:
+def measure_vector_r2(bench: Bench) -> dict[str, Any]:
     """R^2 on held-out text of three maps from keys before the rotation to values (VECTOR, Sec. 3.1).
 
     joint: one least-squares map a layer, of all heads together; by head: one a KV head; inverse: the Moore-Penrose
@@ -33,8 +33,7 @@ def vector_r2(bench: Bench) -> dict[str, Any]:
             for kind in ("joint", "by_head"):
                 pairs = (side_by_side(k), side_by_side(v)) if kind == "joint" else (k, v)
                 sums.setdefault((layer, part, kind), PairSums(*pairs)).add(*pairs)
-    layers = range(bench.model.config.num_hidden_layers)
-    for layer in layers:
+    for layer in range(bench.model.config.num_hidden_layers):
         joint = sums[layer, "fit", "joint"].solve()
         found["joint"].append(sums[layer, "held", "joint"].r2(joint).item())
         found["unseen_joint"].append(sums[layer, "unseen", "joint"].r2(joint).item())
@@ -47,17 +46,14 @@ def vector_r2(bench: Bench) -> dict[str, Any]:
     return {**found, "tokens": fitted * length, "held_out": held * length, "threshold": required_r2()}
 
 
-def judge_r2(n: dict[str, Any]) -> Judged:
+def judge_vector_r2(n: dict[str, Any]) -> Judged:
     """One map a layer explains as much as in the paper, and is positive everywhere."""
-    maps = {"one a layer": n["joint"], "one a KV head": [mean(layer) for layer in n["by_head"]]}
-    maps |= {"one a layer, source code": n["unseen_joint"], "pseudo-inverse": n["inverse"]}
-    rows = [(name, *(number(of(one)) for of in (mean, min, max))) for name, one in maps.items()]
     good = mean(n["joint"]) >= 0.6 and min(n["joint"]) > 0 and mean(n["joint"]) > mean(n["inverse"])
     heads = [r2 for layer in n["by_head"] for r2 in layer]
-    return Judged(good, (("map", "mean", "lowest layer", "highest layer"), *rows), {"heads": heads})
+    return Judged(good, {"heads": heads})
 
 
-def draw_r2(axes: Any, n: dict[str, Any]) -> None:
+def draw_vector_r2(axes: Any, n: dict[str, Any]) -> None:
     axes[0].plot(n["joint"], label="one map a layer")
     axes[0].plot([mean(layer) for layer in n["by_head"]], label="one map a KV head")
     axes[0].plot([max(value, -1) for value in n["inverse"]], label="pseudo-inverse (cut at -1)")
@@ -77,7 +73,7 @@ def attention_received(q: Tensor, k: Tensor, scale: float, queries: int | None) 
     return total / (num - torch.arange(num).clamp(min=first))
 
 
-def correlations(bench: Bench) -> dict[str, Any]:
+def measure_manifold_correlation(bench: Bench) -> dict[str, Any]:
     """Pearson and Spearman correlation of scores and of attention received, mean over heads (ManifoldKV, Table 18)."""
     texts, length = bench.size(2, 1), bench.size(2048, 160)
     found: dict[str, list[float]] = {}
@@ -110,53 +106,37 @@ def _correlation(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1)).clamp(min=1e-30)
 
 
-PAIRS = {"manifold attention": (0.06, 0.08), "keydiff attention": (0.19, 0.21), "manifold keydiff": (0.72, 0.75)}
-
-
-def judge_correlations(n: dict[str, Any]) -> Judged:
+def judge_manifold_correlation(n: dict[str, Any]) -> Judged:
     """Both scores are nearly unrelated to attention, KeyDiff's more related, and they are related to each other."""
-    manifold, keydiff, each = (n[f"{pair} pearson"] for pair in PAIRS)
-    head = ("pair", "Pearson, paper", "ours", "Spearman, paper", "ours", f"Pearson without {SINKS} sinks")
-    rows = [
-        (pair.replace(" ", " ↔ "), number(paper[0], 2), number(n[f"{pair} pearson"]), number(paper[1], 2),
-         number(n[f"{pair} spearman"]), number(n[f"{pair} without"]))
-        for pair, paper in PAIRS.items()
-    ]  # fmt: skip
-    return Judged(manifold < keydiff < each and manifold < 0.3 and each > 0.5, (head, *rows), {"sinks": SINKS})
+    pairs = ("manifold attention", "keydiff attention", "manifold keydiff")
+    manifold, keydiff, each = (n[f"{pair} pearson"] for pair in pairs)
+    return Judged(manifold < keydiff < each and manifold < 0.3 and each > 0.5, {"sinks": SINKS})
 
 
-def dimension(bench: Bench) -> dict[str, Any]:
+def measure_manifold_dimension(bench: Bench) -> dict[str, Any]:
     """Intrinsic dimension of the cached keys of every head (ManifoldKV, Eqs. 15 to 17)."""
     length = bench.size(2048, 160)
     reading = Text(bench, bench.stretch(length, 0))
-    layers = []
-    for _, k, *_ in reading.layers:
-        layers.append([list(map(float, dimensions(head))) for head in k[0]])
-    return {"tokens": length, "head_dim": k.shape[-1], "layers": layers}
+    layers = [[list(map(float, dimensions(head))) for head in k[0]] for _, k, *_ in reading.layers]
+    return {"tokens": length, "head_dim": reading.layers[0][1].shape[-1], "layers": layers}
 
 
-def judge_dimension(n: dict[str, Any]) -> Judged:
+def judge_manifold_dimension(n: dict[str, Any]) -> Judged:
     """Two-NN near nine, and PCA at two thirds of the head's size."""
     pca, two, mle = (mean(head[index] for layer in n["layers"] for head in layer) for index in range(3))
     early, late = (mean(head[1] for layer in part for head in layer) for part in (n["layers"][:5], n["layers"][-5:]))
     share = pca / n["head_dim"]
-    rows = [
-        ("estimate", "paper", "ours"),
-        ("Two-NN", "8.2 to 8.9", number(two, 1)),
-        ("maximum likelihood", "12.0 to 13.3", number(mle, 1)),
-        ("PCA, share of the head", "63 %", percent(share)),
-    ]
     facts = {"pca": pca, "two": two, "mle": mle, "share": share, "early": early, "late": late}
-    return Judged(6 <= two <= 11 and 0.5 <= share <= 0.8, rows, facts)
+    return Judged(6 <= two <= 11 and 0.5 <= share <= 0.8, facts)
 
 
-def draw_dimension(axes: Any, n: dict[str, Any]) -> None:
+def draw_manifold_dimension(axes: Any, n: dict[str, Any]) -> None:
     for index, name in enumerate(("PCA, 95 % of the variance", "Two-NN", "maximum likelihood")):
         axes[0].plot([mean(head[index] for head in layer) for layer in n["layers"]], label=name)
     axes[0].set(xlabel="layer", ylabel="intrinsic dimension")
 
 
-def cosines(bench: Bench) -> dict[str, Any]:
+def measure_keydiff_cosines(bench: Bench) -> dict[str, Any]:
     """Cosine of keys and of queries with their mean, both means, and KeyDiff's first choice (Figs. 13, 14, 16)."""
     length = bench.size(2048, 160)
     reading = Text(bench, bench.stretch(length, 0))
@@ -175,7 +155,7 @@ def cosines(bench: Bench) -> dict[str, Any]:
     return {"tokens": length, **found}
 
 
-def judge_cosines(n: dict[str, Any]) -> Judged:
+def judge_keydiff_cosines(n: dict[str, Any]) -> Judged:
     """Keys are collinear; in every head the mean query points away from the mean key."""
     flat = {name: [x for layer in n[name] for x in layer] for name in ("keys", "queries", "means", "chosen")}
     facts = {
@@ -184,18 +164,10 @@ def judge_cosines(n: dict[str, Any]) -> Judged:
         "closer": sum(a > b for a, b in zip(flat["chosen"], flat["means"])),
         "layers": sum(max(layer) >= 0 for layer in n["means"]),
     }
-    names = {
-        "keys": ("of keys with their mean", "near 1"),
-        "queries": ("of queries with their mean", "near 1"),
-        "means": ("of mean key and mean query", "below 0 in all heads"),
-        "chosen": ("of KeyDiff's first key and mean query", "above 0"),
-    }
-    rows = [(*told, number(mean(flat[name]))) for name, told in names.items()]
-    good = mean(flat["keys"]) > 0.5 and facts["negative"] == len(flat["means"])
-    return Judged(good, (("cosine", "paper", "ours, mean over heads"), *rows), facts)
+    return Judged(mean(flat["keys"]) > 0.5 and facts["negative"] == len(flat["means"]), facts)
 
 
-def draw_cosines(axes: Any, n: dict[str, Any]) -> None:
+def draw_keydiff_cosines(axes: Any, n: dict[str, Any]) -> None:
     """Collinearity over layers; cosine of the means, a point a head."""
     for name in ("keys", "queries"):
         axes[0].plot([mean(layer) for layer in n[name]], label=f"{name} and their mean")
@@ -204,11 +176,3 @@ def draw_cosines(axes: Any, n: dict[str, Any]) -> None:
     axes[1].scatter(*zip(*points), s=8, label="mean key and mean query, a query head")
     axes[1].axhline(0, color="#444444", linewidth=0.8)
     axes[1].set(xlabel="layer", ylabel="cosine")
-
-
-MEASURED: dict[str, Measured] = {
-    "vector_r2": (vector_r2, judge_r2, draw_r2),
-    "manifold_correlation": (correlations, judge_correlations),
-    "manifold_dimension": (dimension, judge_dimension, draw_dimension),
-    "keydiff_cosines": (cosines, judge_cosines, draw_cosines),
-}

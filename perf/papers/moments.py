@@ -9,7 +9,7 @@ from fastkv import Budget
 from fastkv.lab.fidelity import Full, Witness, distance, feed
 
 from .bench import Bench, Text, caches
-from .row import PLAIN, Judged, Measured, mean, number, percent
+from .row import Judged, mean
 
 BUDGETS = (128, 256, 512)
 
@@ -62,7 +62,7 @@ def least_mass(reading: Text, tokens: int) -> list[float]:
     return found
 
 
-def why(bench: Bench) -> dict[str, Any]:
+def measure_momentkv_error(bench: Bench) -> dict[str, Any]:
     """Mass, angle and error of eviction by H2O (Fig. 2)."""
     steps, whole = bench.size(16, 4), bench.size(4096, 256)
     found = []
@@ -82,19 +82,13 @@ def why(bench: Bench) -> dict[str, Any]:
     return {"caches": found, "steps": steps, "common_value": common}
 
 
-def judge_why(n: dict[str, Any]) -> Judged:
+def judge_momentkv_error(n: dict[str, Any]) -> Judged:
     """Little mass is evicted, nearly orthogonal to what stays, and the error is large all the same."""
     first = {name: mean(n["caches"][0][name]) for name in ("mass", "cosine", "own", "least")}
-    rows = [
-        (one["context"], one["tokens"], *(number(mean(one[name])) for name in ("mass", "least", "cosine")),
-         percent(mean(one["own"])))
-        for one in n["caches"]
-    ]  # fmt: skip
-    good = first["mass"] < 0.1 and abs(first["cosine"]) < 0.1 and first["own"] > 0.2
-    return Judged(good, (("context", "L", "w_E", "w_E at least", "cos(f_E, f_R)", "error"), *rows), {"first": first})
+    return Judged(first["mass"] < 0.1 and abs(first["cosine"]) < 0.1 and first["own"] > 0.2, {"first": first})
 
 
-def draw_why(axes: Any, n: dict[str, Any]) -> None:
+def draw_momentkv_error(axes: Any, n: dict[str, Any]) -> None:
     first = n["caches"][0]
     for axis, name, title in zip(axes, ("mass", "cosine", "own"), ("evicted mass", "cos(f_E, f_R)", "relative error")):
         axis.plot(first[name], label=f"L = {first['tokens']}, mean {mean(first[name]):.3f}")
@@ -102,7 +96,7 @@ def draw_why(axes: Any, n: dict[str, Any]) -> None:
         axis.set(xlabel="layer", ylabel=title)
 
 
-def components(bench: Bench) -> dict[str, Any]:
+def measure_momentkv_components(bench: Bench) -> dict[str, Any]:
     """Error and KL of each component at equal tokens (Fig. 3, Tables 3 and 4)."""
     steps, texts = bench.size(20, 4), bench.size(2, 1)
     context, budgets = bench.size(4096, 256), (64,) if bench.quick else BUDGETS
@@ -122,7 +116,7 @@ def components(bench: Bench) -> dict[str, Any]:
     return {"caches": found, "budgets": list(budgets), "context": context, "steps": steps, "texts": texts}
 
 
-def judge_components(n: dict[str, Any]) -> Judged:
+def judge_momentkv_components(n: dict[str, Any]) -> Judged:
     """Correction helps several times as much as its eviction rule, first order more than zeroth."""
     least, parts = n["budgets"][0], ("MI", "NC", "both", "order 0", "chunks")
 
@@ -131,19 +125,12 @@ def judge_components(n: dict[str, Any]) -> Judged:
         base, *rest = (mean(n["caches"][f"{name} {least}"][what]) for name in ("SnapKV", *parts))
         return {name: 1 - one / base for name, one in zip(parts, rest)}
 
-    rows = []
-    row = PLAIN["momentkv_components"]
-    for name in row.caches:
-        for tokens, paper in zip(n["budgets"], row.published.get(name, (None,) * 3)):
-            cell = n["caches"][f"{name} {tokens}"]
-            rows.append((name, tokens, number(paper, 2), percent(mean(cell["own"])), number(mean(cell["kl"]))))
     own, close = gains("own"), mean(mean(layers[1]) for layers in n["caches"][f"both {least}"]["layers"])
     facts = {"least": least, "own": own, "kl": gains("kl"), "close": close}
-    good = own["NC"] > 2 * max(own["MI"], 0) and own["both"] > own["order 0"] > 0
-    return Judged(good, (("cache", "L", "paper, LongBench", "error", "KL of the next token"), *rows), facts)
+    return Judged(own["NC"] > 2 * max(own["MI"], 0) and own["both"] > own["order 0"] > 0, facts)
 
 
-def draw_components(axes: Any, n: dict[str, Any]) -> None:
+def draw_momentkv_components(axes: Any, n: dict[str, Any]) -> None:
     """Error over layers without and with moments, and how close the estimate is; as Fig. 3."""
     least = n["budgets"][0]
     for name in ("SnapKV", "order 0", "both"):
@@ -153,9 +140,3 @@ def draw_components(axes: Any, n: dict[str, Any]) -> None:
     layers = [one[1] for one in n["caches"][f"both {least}"]["layers"]]
     axes[1].plot([mean(column) for column in zip(*layers)], label="cos(f_E, its estimate)")
     axes[1].set(xlabel="layer", ylabel="cosine", ylim=(0, 1))
-
-
-MEASURED: dict[str, Measured] = {
-    "momentkv_error": (why, judge_why, draw_why),
-    "momentkv_components": (components, judge_components, draw_components),
-}

@@ -29,8 +29,8 @@ def load(folder: Path) -> dict[str, dict[str, Any]]:
 def render(rows: Sequence[Row], results: dict[str, dict[str, Any]], pictures: str) -> str:
     shown = [told(row, results) for row in rows if row.judge is None or row.name in results]
     measured = machines([one["result"] for one in shown if "result" in one])
-    template = Path(__file__).with_suffix(".jinja").read_text(encoding="utf-8")
-    return filled(template, shown=shown, papers=PAPERS, pictures=pictures, machines=measured) + "\n"
+    facts = {"shown": shown, "papers": PAPERS, "pictures": pictures, "machines": measured}
+    return filled(Path(__file__).with_suffix(".jinja"), **facts) + "\n"
 
 
 def told(row: Row, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -39,10 +39,10 @@ def told(row: Row, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
         return {"row": row, "verdict": VERDICTS[None], "here": row.why}
     result = results[row.name]
     judged = row.judge(result["numbers"])
-    facts = {"n": result["numbers"], **judged.facts}
-    here, evidence = (filled(words, FILTERS, **facts) for words in (row.here, row.evidence))
-    said = {"here": here, "evidence": evidence, "verdict": VERDICTS[judged.agrees]}
-    return {"row": row, "result": result, "table": judged.table, **said}
+    facts = {"n": result["numbers"], "row": row, **judged.facts}
+    words = {"here": row.here, "evidence": row.evidence, "table": "" if judged.agrees is None else row.table}
+    said = {name: filled(text, FILTERS, **facts) for name, text in words.items()}
+    return {"row": row, "result": result, "verdict": VERDICTS[judged.agrees], **said}
 
 
 def machines(results: Sequence[dict[str, Any]]) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
+from types import ModuleType
 from typing import Any
 
 import yaml
@@ -22,12 +23,11 @@ PAPERS = {
 class Judged:
     """What a row's numbers say.
 
-    Attributes: agrees: whether the paper's statement holds; None if that cannot be tested.  table: a head and rows of
-        cells.  facts: what the row's words name besides its numbers.
+    Attributes: agrees: whether the paper's statement holds; None if that cannot be tested.  facts: what the row's words
+        and its table name besides its numbers.
     """
 
     agrees: bool | None
-    table: Sequence[Sequence[object]] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -38,7 +38,8 @@ class Row:
     Attributes:
         name: of its JSON and picture.  paper, place: where the number stands.  claim: what the paper reports.
         setting: the paper's settings and what had to differ.
-        here: the number to compare, in words.  evidence: sentences that say why, with measured numbers.
+        here: the number to compare, in words.  evidence: sentences that say why, with measured numbers.  table: beside
+            what the paper has.
         measure: Bench -> numbers that JSON can hold.  judge: those numbers -> `Judged`.  draw: axes and numbers.
         panels: of the picture, side by side.  why: of a row that cannot be tried.
         keeps, texts, caches, published: see rows.yaml.
@@ -51,6 +52,7 @@ class Row:
     setting: str = ""
     here: str = ""
     evidence: str = ""
+    table: str = ""
     measure: Callable[[Any], dict[str, Any]] | None = None
     judge: Callable[[dict[str, Any]], Judged] | None = None
     draw: Callable[[Any, dict[str, Any]], None] | None = None
@@ -61,21 +63,17 @@ class Row:
     caches: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     published: Mapping[Any, Any] = field(default_factory=dict)
 
-    @property
-    def anchor(self) -> str:
-        return self.name.replace("_", "-")
-
-
-Measured = tuple[Callable[..., Any], ...]  # of a row: `measure`, `judge` and, if it has one, `draw`
-
 
 TOLD = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text(encoding="utf-8"))  # the rows, in order
 PLAIN = {row["name"]: Row(**row) for row in TOLD if "name" in row}  # without functions
 
 
-def listed(measured: Mapping[str, Measured]) -> tuple[Row, ...]:
-    """The rows of rows.yaml, in the order of the page."""
-    ways = [dict(zip(("measure", "judge", "draw"), measured.get(row.get("name"), ()))) for row in TOLD]
+def listed(*modules: ModuleType) -> tuple[Row, ...]:
+    """The rows of rows.yaml, in the order of the page, with the functions of modules that are named after them:
+    `measure_NAME`, `judge_NAME` and, if it has a picture, `draw_NAME`.
+    """
+    known = {name: one for module in modules for name, one in vars(module).items()}
+    ways = [{way: known.get(f"{way}_{row.get('name')}") for way in ("measure", "judge", "draw")} for row in TOLD]
     return tuple(Row(**row, **way) for row, way in zip(TOLD, ways))
 
 

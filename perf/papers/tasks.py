@@ -13,7 +13,7 @@ from fastkv.calibration.fits import keep_for
 from fastkv.lab import facts, fits
 
 from .bench import Asked, Bench, Cache, Text, caches
-from .row import PLAIN, Judged, Measured, error, mean, number, percent
+from .row import PLAIN, Judged, error, mean
 
 FEWEST = 30  # questions that a verdict rests on
 
@@ -40,7 +40,7 @@ def answered(
     count, full, own, depths = [], [], [], []
     for reading, asked in asked_texts(bench, texts, length, make):
         count.append(len(asked))
-        full.append(bench.answers(reading.full(), asked).nll)
+        full.append(bench.answers(reading.full(), asked)[1])
         own.append(reading.nll)
         depths.append([one.depth for one in asked])
         for name, one in caches.items():
@@ -53,10 +53,10 @@ def answered(
                 with bench.cache(given, one.policy, budget, **settings) as cache:
                     if halves:
                         halve(cache, reading, halves, name)
-                    got = bench.answers(cache, asked)
+                    right, lost = bench.answers(cache, asked)
                 cell = cells.setdefault(f"{name} {keep}", {"right": [], "nll": []})
-                cell["right"].append(got.right)
-                cell["nll"].append(got.nll)
+                cell["right"].append(right)
+                cell["nll"].append(lost)
     return {"cells": cells, "caches": list(caches), "keeps": list(keeps), "texts": texts, "length": length,
             "questions": sum(count), "full_nll": full, "text_nll": own, "depths": depths}  # fmt: skip
 
@@ -83,25 +83,18 @@ def over_shares(n: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return tuple({name: mean(one(n, name, keep) for keep in n["keeps"]) for name in n["caches"]} for one in read)
 
 
-def answers_table(n: dict[str, Any], paper: Mapping[str, Sequence[float | None]] = {}) -> list[list[str]]:
-    """Rows are caches, columns shares of tokens that stay; the paper's numbers in brackets."""
-    rows = [["kept", *(f"{keep:.0%}" for keep in n["keeps"])]]
-    for name in n["caches"]:
-        known = [*paper.get(name, ()), *[None] * len(n["keeps"])]
-        rows.append([name, *(percent(share(n, name, keep)) + (f" ({told})" if told is not None else "")
-                             for keep, told in zip(n["keeps"], known))])  # fmt: skip
-    return rows
-
-
-def judged(n: dict[str, Any], agrees: bool, rows: Sequence[Sequence[object]], **facts: Any) -> Judged:
-    """Of a row about answers. Its words know `told` and `lost`, see `over_shares`, and what both rest on."""
+def judged(n: dict[str, Any], agrees: bool, **facts: Any) -> Judged:
+    """Of a row about answers. Its words know `told` and `lost`, see `over_shares`, what both rest on, and `share` and
+    `nll` of each cell.
+    """
     told, lost = over_shares(n)
     basis = (f"{n['questions']} questions that the full cache answers, of {n['texts']} texts of {n['length']} tokens; "
              f"standard errors are at most {spread(n):.2f}.")  # fmt: skip
-    return Judged(agrees, rows, {"told": told, "lost": lost, "basis": basis, **facts})
+    cells = {"share": partial(share, n), "nll": partial(nll, n)}
+    return Judged(agrees, {"told": told, "lost": lost, "basis": basis, **cells, **facts})
 
 
-def draw_answers(axes: Any, n: dict[str, Any]) -> None:
+def draw_compactor_ruler(axes: Any, n: dict[str, Any]) -> None:
     """Right answers over the share kept, a line a cache."""
     for name in n["caches"][:7]:
         line = [100 * (share(n, name, keep) or 0) for keep in n["keeps"]]
@@ -112,20 +105,20 @@ def draw_answers(axes: Any, n: dict[str, Any]) -> None:
 # Compactor.
 
 
-def judge_fig5(n: dict[str, Any]) -> Judged:
+def judge_compactor_ruler(n: dict[str, Any]) -> Judged:
     """Compactor degrades most gracefully where the question comes later."""
     ours = [share(n, "compactor", keep) for keep in n["keeps"]]
     others = [max(share(n, name, keep) or 0 for name in n["caches"][1:]) for keep in n["keeps"]]
     ahead = all(one >= other - spread(n) for one, other in zip(ours, others))
-    paper = PLAIN["compactor_ruler"].published
-    short = [told - 100 * one for one, told in zip(ours, paper["compactor"])]  # points
+    paper = PLAIN["compactor_ruler"].published["compactor"]
+    short = [told - 100 * one for one, told in zip(ours, paper)]  # points
     facts = {"ours": ours, "others": others, "ahead": ahead}
     facts["worse_from"] = next((keep for keep, points in zip(n["keeps"], short) if points >= 15), None)
     good = ahead and all(abs(points) < 15 for points in short[:3])
-    return judged(n, good, answers_table(n, paper), **facts)
+    return judged(n, good, **facts)
 
 
-def variants(bench: Bench) -> dict[str, Any]:
+def measure_compactor_variants(bench: Bench) -> dict[str, Any]:
     """Answers, and by how much the routes to leverage differ as numbers."""
     found = of("compactor_variants")(bench)
     reading = Text(bench, bench.stretch(bench.size(1024, 160), 3))
@@ -139,48 +132,42 @@ def variants(bench: Bench) -> dict[str, Any]:
     return {**found, "difference": most, "condition": max(condition)}
 
 
-def judge_variants(n: dict[str, Any]) -> Judged:
+def judge_compactor_variants(n: dict[str, Any]) -> Judged:
     """Routes to leverage are alike; what is blended matters."""
     names = ("SVD", "QR", "Cholesky (default)")
     apart = max(abs(share(n, a, keep) - share(n, b, keep)) for a in names for b in names for keep in n["keeps"])
     told = over_shares(n)[0]
-    good = apart <= 0.03 and told["SVD"] >= told["leverage only"]
-    return judged(n, good, answers_table(n, PLAIN["compactor_variants"].published), apart=apart)
+    return judged(n, apart <= 0.03 and told["SVD"] >= told["leverage only"], apart=apart)
 
 
-def judge_attention(n: dict[str, Any]) -> Judged:
+def judge_compactor_attention(n: dict[str, Any]) -> Judged:
     """Whether attention helps beside leverage, and what of its form matters."""
     told = over_shares(n)[0]
-    return judged(n, told["as the authors' code"] > told["leverage only"], answers_table(n))
+    return judged(n, told["as the authors' code"] > told["leverage only"])
+
+
+def triples(n: dict[str, Any], name: str, keep: float) -> list[fits.Triple]:
+    """Of each text with answers: share of tokens, NLL of the text, and the quality that is left."""
+    texts = zip(n["text_nll"], n["full_nll"], n["cells"][f"{name} {keep}"]["nll"])
+    known = [(own, max(full, fits.FLOOR), got) for own, full, got in texts if full is not None and got is not None]
+    return [fits.Triple(keep, own, min(full / max(got, fits.FLOOR), 1.0)) for own, full, got in known]
 
 
 def kept_at(n: dict[str, Any], name: str, quality: float = 0.95) -> float:
     """Share of tokens that the fitted curve keeps for a quality, mean over the texts."""
-    told = [
-        fits.Triple(keep, nll, min(max(full, fits.FLOOR) / max(got, fits.FLOOR), 1.0))
-        for keep in n["keeps"]
-        for nll, full, got in zip(n["text_nll"], n["full_nll"], n["cells"][f"{name} {keep}"]["nll"])
-        if full is not None and got is not None
-    ]
-    alpha, beta = fits.fit_curve(told)
+    alpha, beta = fits.fit_curve([one for keep in n["keeps"] for one in triples(n, name, keep)])
     return keep_for(quality, alpha * torch.tensor(n["text_nll"]).double() + beta).mean().item()
 
 
-def judge_kept(n: dict[str, Any]) -> Judged:
+def judge_compactor_kept(n: dict[str, Any]) -> Judged:
     """Compactor needs the fewest tokens, random eviction the most."""
     kept = {name: kept_at(n, name) for name in n["caches"]}
     ordered = kept["compactor"] == min(kept.values())
-    ratio = {
-        name: mean(min(max(full, 0.05) / max(got, 0.05), 1.0)
-                   for full, got in zip(n["full_nll"], n["cells"][f"{name} 0.5"]["nll"]) if full is not None)
-        for name in n["caches"]
-    }  # fmt: skip
-    rows = [(name, percent(PLAIN["compactor_kept"].published[name]), percent(one)) for name, one in kept.items()]
-    head = ("policy", "paper, kept at τ = .95", "ours")
-    return judged(n, ordered and kept["compactor"] < 0.6, (head, *rows), kept=kept, ratio=ratio, ordered=ordered)
+    ratio = {name: mean(one.quality for one in triples(n, name, 0.5)) for name in n["caches"]}
+    return judged(n, ordered and kept["compactor"] < 0.6, kept=kept, ratio=ratio, ordered=ordered)
 
 
-def draw_ratios(axes: Any, n: dict[str, Any]) -> None:
+def draw_compactor_kept(axes: Any, n: dict[str, Any]) -> None:
     for name in n["caches"]:
         line = [mean(min(full / got, 1.0) for full, got in zip(n["full_nll"], n["cells"][f"{name} {keep}"]["nll"])
                      if full is not None and got) for keep in n["keeps"]]  # fmt: skip
@@ -191,28 +178,24 @@ def draw_ratios(axes: Any, n: dict[str, Any]) -> None:
 # KeyDiff and ManifoldKV.
 
 
-def judge_blocks(n: dict[str, Any]) -> Judged:
+def judge_keydiff_blocks(n: dict[str, Any]) -> Judged:
     """Reading in blocks costs KeyDiff least."""
-    (keep,), ways, paper = n["keeps"], ("whole", "blocks of 128"), PLAIN["keydiff_blocks"].published
-    ours = {name: [share(n, f"{name}, {way}", keep) for way in ways] for name in paper}
-    losses = {name: [nll(n, f"{name}, {way}", keep) or 0 for way in ways] for name in paper}
+    (keep,), ways, names = n["keeps"], ("whole", "blocks of 128"), ("KeyDiff", "TOVA", "SnapKV")
+    ours = {name: [share(n, f"{name}, {way}", keep) for way in ways] for name in names}
+    losses = {name: [nll(n, f"{name}, {way}", keep) or 0 for way in ways] for name in names}
     best = max(ours, key=lambda name: ours[name][1])
     falls = {name: whole - blocks for name, (whole, blocks) in ours.items()}
-    rows = [("policy", "paper, whole", "paper, blocks", "ours, whole", "ours, blocks")]
-    rows += [(name, *paper[name], *map(percent, ours[name])) for name in ours]
     good = best == "KeyDiff" and falls["KeyDiff"] <= min(falls.values())
-    return judged(n, good, rows, ours=ours, best=best, added={name: b - a for name, (a, b) in losses.items()})
+    return judged(n, good, ours=ours, best=best, added={name: b - a for name, (a, b) in losses.items()})
 
 
-def judge_anchors(n: dict[str, Any]) -> Judged:
+def judge_keydiff_anchors(n: dict[str, Any]) -> Judged:
     """Anchors do not matter; cosine before dot product before Euclidean distance."""
     told, lost = over_shares(n)
     anchors, losses = [*told.values()][:4], [*lost.values()][:4]
     apart = max(losses) - min(losses)
-    head, *rows = answers_table(n)
-    rows = [[*row, number(lost[row[0]], 2), PLAIN["keydiff_anchors"].published.get(row[0], "")] for row in rows]
     good = apart <= 0.1 and lost["mean"] < lost["dot"] < lost["Euclidean"]
-    return judged(n, good, [[*head, "NLL", "paper, LongBench at 4K"], *rows], anchors=anchors, apart=apart)
+    return judged(n, good, anchors=anchors, apart=apart)
 
 
 def many_keys(tokenizer: Any, length: int, seed: int) -> facts.Sample:
@@ -239,16 +222,15 @@ def many_keys(tokenizer: Any, length: int, seed: int) -> facts.Sample:
     return facts.Sample(ids, questions, [])
 
 
-def judge_multikey(n: dict[str, Any]) -> Judged:
+def judge_manifold_multikey(n: dict[str, Any]) -> Judged:
     """Only with enough questions that the full cache answers."""
-    return Judged(None) if n["questions"] < FEWEST else judge_metrics(n)
+    return Judged(None) if n["questions"] < FEWEST else judge_manifold_metrics(n)
 
 
-def judge_metrics(n: dict[str, Any]) -> Judged:
+def judge_manifold_metrics(n: dict[str, Any]) -> Judged:
     """Length matters: L2 before the others, cosine last."""
     told, lost = over_shares(n)
-    good = told["L2"] > max(told["L1"], told["L∞"], told["cosine"]) and lost["L2"] < lost["cosine"]
-    return judged(n, good, answers_table(n))
+    return judged(n, told["L2"] > max(told["L1"], told["L∞"], told["cosine"]) and lost["L2"] < lost["cosine"])
 
 
 # VECTOR.
@@ -257,54 +239,49 @@ def judge_metrics(n: dict[str, Any]) -> Judged:
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def sweep(bench: Bench) -> dict[str, Any]:
+def fitting(bench: Bench, seed: int) -> list[torch.Tensor]:
+    """Texts [1, N] that maps are fitted to, from this seed on."""
+    length, num = bench.size(1024, 128), bench.size(12, 3)
+    return [bench.stretch(length, seed + i, ("topics", "code")[i % 2]) for i in range(num)]
+
+
+def measure_vector_sweep(bench: Bench) -> dict[str, Any]:
     """KeyDiff with more and more tokens that keep only their key, at equal memory."""
-    batches = [
-        bench.stretch(bench.size(1024, 128), 500 + i, ("topics", "code")[i % 2]) for i in range(bench.size(12, 3))
-    ]
-    fitted = fits.fit_vector(bench.model, batches, held_out=0.25 if not bench.quick else 0.4)
-    caches = {
-        f"p_a = {pairs} (1 - p_c)": Cache("keydiff", correction=corrections.get("vector", share=pairs), vector=fitted)
-        if pairs
-        else Cache("keydiff")
-        for pairs in SHARES
-    }
+    fitted = fits.fit_vector(bench.model, fitting(bench, 500), held_out=0.25 if not bench.quick else 0.4)
+    caches = {"p_a = 0.0 (1 - p_c)": Cache("keydiff")}
+    for pairs in SHARES[1:]:
+        correction = corrections.get("vector", share=pairs)
+        caches[f"p_a = {pairs} (1 - p_c)"] = Cache("keydiff", correction=correction, vector=fitted)
     found = answered(bench, caches, (0.5, 0.25, 0.1), 6, 1024)
     usable = [one for layer in fitted.weights for one in fitted.usable(layer)]
     return {**found, "usable": sum(usable), "heads": len(usable)}
 
 
-def judge_sweep(n: dict[str, Any]) -> Judged:
+def judge_vector_sweep(n: dict[str, Any]) -> Judged:
     """The best p_a lies between nothing and everything."""
     lost = {keep: [nll(n, name, keep) for name in n["caches"]] for keep in n["keeps"]}
     best = {keep: min(range(len(SHARES)), key=losses.__getitem__) for keep, losses in lost.items()}
     inside = [keep for keep, index in best.items() if 0 < index < len(SHARES) - 1]
     gain = [losses[2] - losses[0] for losses in lost.values()]
-    paper = PLAIN["vector_sweep"].published
-    rows = [
-        (f"{1 - keep:.2f}", *(f"{percent(share(n, name, keep))} {number(loss, 2)}" + (f" ({told})" if told else "")
-                               for name, loss, told in zip(n["caches"], losses, paper[keep])))
-        for keep, losses in lost.items()
-    ]  # fmt: skip
     facts = {"best": {keep: SHARES[index] for keep, index in best.items()}, "gain": gain, "depths": by_depth(n)}
     good = len(inside) >= 2 and all(value < 0 for value in gain)
-    return judged(n, good, (("p_c", *(f"p_a = {pairs} (1 - p_c)" for pairs in SHARES)), *rows), **facts)
+    return judged(n, good, **facts)
 
 
-def values_or_keys(bench: Bench) -> dict[str, Any]:
+def measure_vector_keys(bench: Bench) -> dict[str, Any]:
     """KeyDiff where a quarter of the room holds tokens with one of key and value, made of the other by a linear map.
 
     What a map makes stands in the place of the key or the value itself, so that nothing else differs. Maps are of all
     heads of a layer, as in the paper, and read what the other heads once had for a token, kept or not.
     """
     sums: dict[tuple[int, str], fits.PairSums] = {}
-    for i in range(bench.size(12, 3)):
-        ids = bench.stretch(bench.size(1024, 128), 700 + i, ("topics", "code")[i % 2])
+    for ids in fitting(bench, 700):
         for layer, *pairs in fits.pre_rope_pairs(bench.model, bench.rotary, ids):
             k, v = map(fits.side_by_side, pairs)
             for kind, known, wanted in (("V-only", k, v), ("K-only", v, k)):
                 sums.setdefault((layer, kind), fits.PairSums(known, wanted)).add(known, wanted)
-    maps = {key: fits.each_head(one.solve().float(), bench.heads) for key, one in sums.items()}
+    heads = bench.model.config.num_key_value_heads
+    maps = {key: fits.each_head(one.solve().float(), heads) for key, one in sums.items()}
     return answered(bench, caches("vector_keys"), (0.5, 0.25), 4, 1024, halve=partial(stand_in, bench, maps))
 
 
@@ -329,13 +306,12 @@ def stand_in(
         slab.scatter_(2, chosen[..., None].expand_as(rows), rows.to(slab.dtype))
 
 
-def judge_one_of_two(n: dict[str, Any]) -> Judged:
+def judge_vector_keys(n: dict[str, Any]) -> Judged:
     """Values may be made of keys, keys should not be made of values."""
     losses = {name: [nll(n, name, keep) or 0 for keep in n["keeps"]] for name in n["caches"]}
     gained = {name: [plain - own for plain, own in zip(losses["plain"], one)] for name, one in losses.items()}
     better, less = all(v > k for v, k in zip(gained["V-only"], gained["K-only"])), min(gained["V-only"]) > 0
-    rows = answers_table(n, PLAIN["vector_keys"].published)
-    return judged(n, better and less, rows, losses=losses, better=better, less=less)
+    return judged(n, better and less, losses=losses, better=better, less=less)
 
 
 def by_depth(n: dict[str, Any]) -> list[list[float | None]]:
@@ -351,11 +327,10 @@ def by_depth(n: dict[str, Any]) -> list[list[float | None]]:
     return told
 
 
-def draw_sweep(axes: Any, n: dict[str, Any]) -> None:
+def draw_vector_sweep(axes: Any, n: dict[str, Any]) -> None:
     for keep in n["keeps"]:
-        axes[0].plot(
-            SHARES, [nll(n, name, keep) or 0 for name in n["caches"]], marker="o", ms=4, label=f"p_c = {1 - keep:.2f}"
-        )
+        line = [nll(n, name, keep) or 0 for name in n["caches"]]
+        axes[0].plot(SHARES, line, marker="o", ms=4, label=f"p_c = {1 - keep:.2f}")
     axes[0].set(xlabel="p_a / (1 - p_c)", ylabel="NLL of the answers, nats")
 
 
@@ -365,16 +340,11 @@ def of(name: str, make: Any = facts.sample) -> Any:
     return lambda bench: answered(bench, caches(name), row.keeps, row.texts, 1024, make)
 
 
-MEASURED: dict[str, Measured] = {
-    "compactor_ruler": (of("compactor_ruler"), judge_fig5, draw_answers),
-    "compactor_variants": (variants, judge_variants),
-    "compactor_attention": (of("compactor_attention"), judge_attention),
-    # NLL of answers over the share kept, and what calibration makes of it (Figs. 6 and 7).
-    "compactor_kept": (of("compactor_kept", partial(facts.sample, split="tuning")), judge_kept, draw_ratios),
-    "keydiff_blocks": (of("keydiff_blocks"), judge_blocks),
-    "keydiff_anchors": (of("keydiff_anchors"), judge_anchors),
-    "manifold_multikey": (of("manifold_multikey", many_keys), judge_multikey),
-    "manifold_metrics": (of("manifold_metrics"), judge_metrics),
-    "vector_sweep": (sweep, judge_sweep, draw_sweep),
-    "vector_keys": (values_or_keys, judge_one_of_two),
-}
+measure_compactor_ruler = of("compactor_ruler")
+measure_compactor_attention = of("compactor_attention")
+# NLL of answers over the share kept, and what calibration makes of it (Figs. 6 and 7).
+measure_compactor_kept = of("compactor_kept", partial(facts.sample, split="tuning"))
+measure_keydiff_blocks = of("keydiff_blocks")
+measure_keydiff_anchors = of("keydiff_anchors")
+measure_manifold_multikey = of("manifold_multikey", many_keys)
+measure_manifold_metrics = of("manifold_metrics")

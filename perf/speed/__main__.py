@@ -20,18 +20,9 @@ from ..engine import Job, Results, Row, Unmeasured, digest, source
 from ..environment import environment
 from .cases import PARTS, Case, toy
 
-RUN = tuple(f"perf/speed/{name}.py" for name in ("worker", "contenders", "cases"))
-RUN += ("fastkv/lab/timing.py",)  # what all contenders run
+# What all contenders run.
+RUN = (*(f"perf/speed/{name}.py" for name in ("worker", "contenders", "cases")), "fastkv/lab/timing.py")
 SPARE = 45.0  # seconds that must be left when a case starts
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = engine.command("perf.speed", __doc__, minutes=8.0)
-    names = {"choices": tuple(PARTS), "default": list(PARTS), "metavar": "PART"}
-    parser.add_argument("--parts", nargs="+", **names, help="some of the parts; see --list")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains this")
-    parser.add_argument("--kvpress-python", metavar="PATH", help="interpreter of an environment with kvpress")
-    return parser.parse_args(arguments)
 
 
 def job(case: Case, python: str, checksums: dict[str, str], part: str) -> Job:
@@ -65,7 +56,12 @@ def run_part(part: str, options: argparse.Namespace, facts: Row) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the parts in order. Returns: the worst exit code."""
-    options = parse(arguments)
+    parser = engine.command("perf.speed", __doc__, minutes=8.0)
+    names = {"choices": tuple(PARTS), "default": list(PARTS), "metavar": "PART"}
+    parser.add_argument("--parts", nargs="+", **names, help="some of the parts; see --list")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains this")
+    parser.add_argument("--kvpress-python", metavar="PATH", help="interpreter of an environment with kvpress")
+    options = parser.parse_args(arguments)
     if options.list:
         return engine.listed({part: [case.name for case in PARTS[part]] for part in options.parts})
     options.out = engine.folder(options)

@@ -112,6 +112,7 @@ def rivals(model: str = SMALL, *more: str) -> list[Case]:
 
 
 WHOLE = [kept(who, policy) for policy in ("keydiff", "snapkv") for who in ("fastkv", "kvpress")]
+GENERATING = [full(), *WHOLE, *blocks("keydiff", "snapkv", "momentkv")]
 KEYDIFF = [[*blocks("keydiff", budget=n), kept("kvpress", "keydiff", budget=n)] for n in (256, 512, 1024, 2048)]
 BUDGETED = [one for both in KEYDIFF for one in (*both, *blocks("momentkv", "snapkv", budget=both[0].budget))]
 OTHERS = [*blocks("compactor"), kept("kvpress", "compactor"), kept("kvpress", "snapkv")]
@@ -121,9 +122,7 @@ PARTS: dict[str, list[Case]] = {
     "cpu_context": [*interleaved(grid(CONTEXT, (16_384, 8192))), *grid(CONTEXT, (4096, 2048))],
     "cpu_batch": [one for batch in (1, 2, 4) for one in grid(rivals(), (8192,), batch)],
     "cpu_budget": grid([*BUDGETED, *OTHERS], (8192,)),
-    "cpu_generate": interleaved(
-        grid([full(), *WHOLE, *blocks("keydiff", "snapkv", "momentkv")], (8192,), what="generate")
-    ),
+    "cpu_generate": interleaved(grid(GENERATING, (8192,), what="generate")),
     "cpu_flat": interleaved(grid(blocks("keydiff", "momentkv", samples=48), (131_072,), 1, what="flat")),
     "cpu_compiled": grid([full(block=512), *blocks("keydiff", "momentkv")], (16_384,), step="compiled"),
     "cpu_families": grid(rivals("qwen3-small"), (2048, 8192)) + grid(GEMMA, (2048, 8192)),

@@ -1,4 +1,6 @@
-"""Speed of whole models in reports, from perf/results/speed_*.json: tables, plots, and the page on performance."""
+"""Speed of whole models in reports, from perf/results/speed_*.json: comparisons, plots, and what the pages
+say; their words and tables: page.jinja, front.jinja, and report.jinja.
+"""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -6,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..engine import ROOT
-from ..tables import NONE, Row, chosen, plot, table, write_section
+from ..tables import Row, chosen, filled, plot
 
 PREFIX = "speed_"
 MEASURED = ("first_s", "generate_s", "tokens_per_s", "peak_bytes", "ms", "flat")  # of which rounds have a median
@@ -23,10 +24,6 @@ FRONT_END = "<!-- time: end -->"
 PAGE = "docs/performance.md"
 HEADLINE, CONTEXT = "cpu_context", 16_384  # part and context of the pages' tables
 SHOWN = (HEADLINE, "cpu_batch", "cpu_flat")  # figures there
-WHERE = ("model", "tokens seen", "batch", "cache")
-DECODED = (*WHERE, "kept", "first token (s)", "ms per step (p20-p80)", "tokens/s", "byte floor (ms)", "against full")
-MADE = ("model", "prompt", "batch", "cache", "budget", "new tokens", "generate, s", "new tokens/s")
-MEMORY = ("peak, MiB", "cache, MiB", "rounds")
 MIB = 2**20
 
 
@@ -103,42 +100,15 @@ class Speed:
             for other in chosen(self.rows, contender=rival, step="eager" if eager else "compiled", **same):
                 yield mine, other
 
-
-def command(part: str) -> str:
-    return f"`python -m perf.speed --parts {part} --kvpress-python PATH`"
-
-
-def _mib(number: int) -> str:
-    return f"{number / MIB:.1f}"
-
-
-def decode_table(speed: Speed, rows: list[Row]) -> str:
-    """One line per decode row, beside the full cache of its shape."""
-    ratios = {id(mine): f"{1 / STEP.ratio(mine, rival):.1f}x" for mine, rival in speed.pairs("full", what="decode")}
-    lines = []
-    for row in rows:
-        ms, copied = row["ms"], statistics.median(one["copy_gbps"] for one in rows)  # each process measured its own
-        line = [row["model"], row["context"], row["batch"], row["cache"], row["kept"], f"{row['first_s']:.2f}"]
-        line += [f"{ms['p50']:.2f} ({ms['p20']:.2f}-{ms['p80']:.2f})", f"{row['tokens_per_s']:.0f}"]
-        floor = (row["weight_bytes"] + row["cache_bytes"]) / copied / 1e6  # everything is read once
-        line += [f"{floor:.2f}", ratios.get(id(row), "")]
-        lines.append([*line, _mib(row["peak_bytes"]), _mib(row["cache_bytes"]), row["rounds"]])
-    return table((*DECODED, *MEMORY), lines)
-
-
-def part_table(speed: Speed, rows: list[Row]) -> str:
-    wholes, flats = [], []
-    for row in rows:
-        if "generate_s" in row:
-            line = [row["model"], row["context"], row["batch"], row["cache"], row["budget"] or "all", row["new"]]
-            line += [f"{row['generate_s']:.2f}", f"{row['tokens_per_s']:.0f}", _mib(row["peak_bytes"]), row["rounds"]]
-            wholes.append(line)
-        for point in row.get("flat", ()):
-            numbers = [f"{point['ms']['p50']:.3f}", f"{point['over_first'] - 1:+.1%}"]
-            flats.append([row["model"], row["cache"], int(point["seen"]), *numbers])
-    text = decode_table(speed, [row for row in rows if "ms" in row])
-    text += table((*MADE, MEMORY[0], MEMORY[2]), wholes)
-    return text + table(("model", "cache", "tokens seen", "ms per step", "against the first"), flats)
+    def decoded(self, rows: list[Row]) -> list[Row]:
+        """Those with decode steps; with the time of their bytes, "floor" in ms, and how many times as fast they are as
+        the full cache of their shape, "against", None where that was not measured.
+        """
+        against = {id(mine): 1 / STEP.ratio(mine, rival) for mine, rival in self.pairs("full", what="decode")}
+        rows = [row for row in rows if "ms" in row]
+        copied = statistics.median(row["copy_gbps"] for row in rows) if rows else 1.0  # each process measured its own
+        floors = [(row["weight_bytes"] + row["cache_bytes"]) / copied / 1e6 for row in rows]  # everything is read once
+        return [row | {"floor": floor, "against": against.get(id(row))} for row, floor in zip(rows, floors)]
 
 
 def _title(row: Row) -> str:
@@ -159,12 +129,12 @@ DRAWN = {
 }  # fmt: skip
 
 
-def figures(parts: dict[str, list[Row]], folder: str, draw: Path | None = None) -> str:
-    """Markdown of the plots of these parts: throughput and memory over context, steps over batch or tokens seen.
+def figures(parts: dict[str, list[Row]], draw: Path | None = None) -> list[Row]:
+    """Plots of these parts: throughput and memory over context, steps over batch or tokens seen.
 
-    Args: folder: of the PNGs, as the page sees it.  draw: where they are drawn, if they are.
+    Args: draw: folder where they are drawn, if they are.
     """
-    text = ""
+    found = []
     for part, rows in parts.items():
         more, drawn = DRAWN.get(f"_{part.rpartition('_')[2]}", ("", []))
         for suffix, what, unit, value, over, label in drawn:
@@ -175,35 +145,29 @@ def figures(parts: dict[str, list[Row]], folder: str, draw: Path | None = None) 
                     for point in row.get("flat", [row]):
                         lines.setdefault(row["cache"], []).append((point[over], value(point)))
                 plot(draw, name, title, (label, unit), lines)
-            text += f"![{title}]({folder}{name}.png)\n\n{command(part)}\n\n"
-    return text
+            found.append({"part": part, "name": name, "title": title})
+    return found
 
 
-def slower(speed: Speed) -> str:
+def slower(speed: Speed) -> list[Row]:
     """Where fastkv loses: of every rival and number, at how many shapes, and the worst of them."""
-    text = ""
+    found = []
     for rival, name in (("full", "the full cache"), ("kvpress", "kvpress")):
         for metric in (STEP, FIRST, WHOLE, PEAK):
-            found = [(metric.ratio(*pair), pair[0]) for pair in speed.pairs(rival, what=metric.what)]
-            if not found:
-                continue
-            lost, (ratio, row) = sum(ratio > 1 for ratio, _ in found), max(found, key=lambda one: one[0])
-            where = f"{row['cache']} {row['budget']}, {row['model']}, {row['context']} tokens, batch {row['batch']}"
-            more = f"more at {lost} of {len(found)}; worst {ratio:.2f}x ({where}; `{row['part']}`)"
-            said = more if lost else f"less everywhere ({len(found)} comparisons)"
-            text += f"- {metric.name}, against {name}: {said}.\n"
-    return text or f"{NONE.capitalize()}.\n"
+            ratios = [(metric.ratio(*pair), pair[0]) for pair in speed.pairs(rival, what=metric.what)]
+            if ratios:
+                worst, row = max(ratios, key=lambda one: one[0])
+                lost = {"lost": sum(ratio > 1 for ratio, _ in ratios), "of": len(ratios), "worst": worst, "row": row}
+                found.append({"metric": metric.name, "rival": name, **lost})
+    return found
 
 
-def chapter(files: dict[str, Row], folder: Path) -> str:
-    """The chapter of results/README.md; draws the plots into the folder."""
+def chapter(files: dict[str, Row], folder: Path) -> Row:
+    """What the chapter of results/README.md tells; draws the plots into the folder."""
     speed = Speed(files)
-    parts = speed.parts().items()
-    text = "".join(f"\n### {part}\n\n{command(part)}\n\n{part_table(speed, rows)}" for part, rows in parts)
-    drawn = figures(speed.parts(), "", folder)
-    why = [(r["part"], r["id"], (r.get("skipped") or "out of memory").replace("|", "/")) for r in speed.failed]
-    failures = "\nNot measured:\n\n" + table(("part", "case", "why"), why) if why else ""
-    return f"\n## End to end\n\nWhere fastkv needs more:\n\n{slower(speed)}{text}{failures}\n{drawn}"
+    parts = {part: {"all": rows, "decoded": speed.decoded(rows)} for part, rows in speed.parts().items()}
+    told = {"parts": parts, "failed": speed.failed, "slower": slower(speed)}
+    return {**told, "drawn": figures(speed.parts(), folder)}
 
 
 def machine(file: Row) -> str:
@@ -212,40 +176,27 @@ def machine(file: Row) -> str:
     return f"{device}; torch {facts['torch']}, transformers {facts['transformers']}"
 
 
-def headline(files: dict[str, Row]) -> tuple[Speed, list[Row]]:
-    """What was measured, and the rows of the pages' tables."""
+def headline(files: dict[str, Row]) -> tuple[Speed, Row]:
+    """What was measured, and what the pages' tables are made of."""
     speed = Speed(files)
-    return speed, chosen(speed.rows, part=HEADLINE, context=CONTEXT, what="decode")
+    rows = speed.decoded(chosen(speed.rows, part=HEADLINE, context=CONTEXT, what="decode"))
+    facts = {"rows": rows, "part": HEADLINE}
+    if rows:
+        file = files[PREFIX + HEADLINE]
+        facts |= {"model": _title(rows[0]), "machine": machine(file), "commit": file["environment"]["commit"]}
+    return speed, facts
 
 
 def section(files: dict[str, Row], folder: str = "../perf/results") -> str:
     """What stands between the markers of docs/performance.md, markers included."""
-    speed, rows = headline(files)
-    if not rows:
-        return f"{BEGIN}\n\nNot measured yet; `make perf` measures it.\n\n{END}"
-    file = files[PREFIX + HEADLINE]
-    peers = sorted({f"kvpress {r['versions']['kvpress']}" for r in rows if r["contender"] == "kvpress"})
-    text = f"{_title(rows[0])}, random weights, {rows[0]['dtype']}; {', '.join([machine(file), *peers])}; "
-    text += f"commit {file['environment']['commit']}. {command(HEADLINE)}:\n\n{decode_table(speed, rows)}\n"
-    text += figures({part: rows for part, rows in speed.parts().items() if part in SHOWN}, f"{folder}/")
-    text += f"Where fastkv needs more:\n\n{slower(speed)}"
-    return f"{BEGIN}\n\n{text}\nEverything measured: [perf/results/README.md]({folder}/README.md).\n\n{END}"
+    speed, facts = headline(files)
+    peers = {f"kvpress {row['versions']['kvpress']}" for row in facts["rows"] if row["contender"] == "kvpress"}
+    drawn = figures({part: rows for part, rows in speed.parts().items() if part in SHOWN})
+    facts |= {"peers": sorted(peers), "drawn": drawn, "slower": slower(speed), "folder": folder}
+    return f"{BEGIN}\n\n{filled(Path(__file__).with_name('page.jinja'), **facts)}\n\n{END}"
 
 
 def front(files: dict[str, Row]) -> str:
     """The README's table between its markers, markers included: time and memory beside the full cache."""
-    _, rows = headline(files)
-    lines = []
-    for row in rows:
-        times = f"{row['first_s']:.1f}", f"{row['ms']['p50']:.1f}"
-        lines.append([row["cache"], row["kept"], *times, _mib(row["cache_bytes"]), f"{row['peak_bytes'] / MIB:.0f}"])
-    header = ("cache", "tokens kept", "first token, s", "ms per step", "cache, MiB", "peak above the model, MiB")
-    text = f"Time and memory after {CONTEXT:,} tokens, batch {rows[0]['batch']}: {_title(rows[0])}, random "
-    text += f"weights, {rows[0]['dtype']};\n{machine(files[PREFIX + HEADLINE])} (`make perf`):\n\n"
-    return f"{FRONT_BEGIN}\n\n{text}{table(header, lines)}\n{FRONT_END}"
-
-
-def write_sections(files: dict[str, Row], root: Path = ROOT) -> None:
-    """Replace what stands between the markers of docs/performance.md and of the README."""
-    write_section(root / PAGE, BEGIN, END, section(files))
-    write_section(root / "README.md", FRONT_BEGIN, FRONT_END, front(files))
+    text = filled(Path(__file__).with_name("front.jinja"), **headline(files)[1])
+    return f"{FRONT_BEGIN}\n\n{text}\n\n{FRONT_END}"

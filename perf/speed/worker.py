@@ -21,7 +21,6 @@ from fastkv.lab.timing import Memory, decode, now, timed
 from .cases import Case
 from .contenders import CONTENDERS, Generates, build, checksum, prompt, weight_bytes
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 
 
@@ -94,7 +93,7 @@ def measure(case: Case) -> dict[str, Any]:
     """The row of a case; {"out_of_memory": True} if it does not fit on the device."""
     device = torch.device(case.device)
     torch.set_num_threads(case.threads)
-    model = build(case.model, device, DTYPES[case.dtype])
+    model = build(case.model, device, getattr(torch, case.dtype))
     facts = {"checksum": checksum(model, case.model), "weight_bytes": weight_bytes(model)}
     try:
         contender = CONTENDERS[case.contender](model, case)
