@@ -149,8 +149,8 @@ def decode_cases(
 
 
 def cases() -> dict[str, list[Case]]:
-    """By section of the plan: at six shapes the default's step beside all peers; blocks of prompts over slots, beside the
-    same tokens alone; every step of fastkv there, and other heads and shapes, beside a copy and FlashInfer."""
+    """By section of the plan: at six shapes the default's step beside all peers; blocks of prompts over slots, beside
+    the same tokens alone; every step of fastkv there, and other heads and shapes, beside a copy and FlashInfer."""
     rest, few = [name for name in OWN if name != DEFAULT], ("copy", "FlashInfer")
     blocks = product(PROMPTS, BLOCKS.items())
     other = decode_cases(LLAMA, KEY, rest, ()) + decode_cases(GEMMA, KEY, [DEFAULT, *rest[:2]], few)
