@@ -26,7 +26,7 @@ import fastkv.kernels
 from fastkv import ops
 from fastkv.cache.pages import PageFormat
 from fastkv.errors import FastKVError
-from fastkv.kernels import _flash, operations, select, window_scores
+from fastkv.kernels import _flash, operations, select
 from fastkv.reference import Centroids, LayerState, Recovery, Selection, Spec
 from fastkv.reference.slots import Codec, RowFormat
 from fastkv.rotary import Rotary
@@ -46,7 +46,6 @@ NUMBERS = (
     "peak_attention.pool",
     "blocks.copy",
     "z_scores.needed",
-    "window_scores.merge",
     "expected_attention.sum",
     "expected_attention.weight",
     "z_scores.z",
@@ -271,10 +270,15 @@ SCORES: dict[str, Callable[..., Any]] = {
         keys, keys, *(new(1, 32, rows, keys.shape[-1]) for rows in (1, keys.shape[-1])),
         new(1, 1, 1, dtype=torch.int64), 0.1, 0.0, valid=real,
     ),
-    "window": lambda keys, real, bias=False, cap=False: window_scores.window_scores(
-        q=queries(keys, 32), keys=keys, scale=0.1, softcap=50.0 if cap else None,
-        positions=new(1, 8, 4096, dtype=torch.int32), query_positions=new(1, 32, dtype=torch.int64), valid=real,
-        query_valid=mask(1, 32), log_mass=new(1, 32, 32), bias=new(1, 8, 4096) if bias else None,
+    "window": lambda keys, real, bias=False, cap=False: operations.observed_attention(
+        queries(keys, BLOCK), keys, before(keys)["positions"], real, 0.1, 50.0 if cap else None, window=32,
+        log_mass=new(1, 32, BLOCK), bias=new(1, 8, 4096) if bias else None,
+    ),
+    "pooled": lambda keys, real: operations.pool_scores(
+        new(*keys.shape[:3]), 7, before(keys)["positions"], real
+    ),
+    "chunked": lambda keys, real: operations.chunk_mean(
+        new(*keys.shape[:3]), 4, before(keys)["positions"], real
     ),
 }  # fmt: skip
 

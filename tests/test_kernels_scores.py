@@ -104,28 +104,28 @@ def manifold(batch=2, heads=1, num=71, dim=64, dtype=torch.float32, kind="left",
 
 
 def window(batch=2, heads=1, groups=2, num=50, dim=64, dtype=torch.float32, kind="left", softcap=None, seed=0,
-           asking=8, mass=True, padding=True, size=1.0, scale=0.125):  # fmt: skip
+           asking=12, watched=8, mass=True, padding=True, size=1.0, scale=0.125, sink_logits=None):  # fmt: skip
     """The second row's first queries are padding; a query head of the first has evicted nothing."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, asking = torch.Generator().manual_seed(seed), min(asking, num)
     q = tokens(batch, heads * groups, asking, dim, dtype, seed + 1, size=size)
-    keys, valid = tokens(batch, heads, num, dim, dtype, seed + 2), make_mask(kind, batch, heads, num, seed)
-    positions = torch.rand(batch, heads, 2 * num, generator=generator).argsort(-1)[..., :num].to(torch.int32)
-    query_positions = torch.randint(0, 2 * num, (batch, asking), generator=generator)
-    query_valid = torch.ones(batch, asking, dtype=torch.bool)
-    query_valid[-1, : (asking + 1) // 2 if padding else 0] = False
+    keys = tokens(batch, heads, num, dim, dtype, seed + 2)
+    valid = every(make_mask(kind, batch, heads, num, seed), keys).clone()
+    valid[-1, :, num - asking : num - asking // 2 if padding else num - asking] = False
+    valid[:, :, num - asking :] = valid[:, :1, num - asking :]  # of a block as of its first head
+    positions = torch.rand(batch, 1, 2 * num, generator=generator).argsort(-1)[..., :num].to(torch.int32)
+    positions = positions.repeat(1, heads, 1)
     log_mass = torch.randn(batch, heads * groups, asking, generator=generator) if mass else None
     if mass:
         log_mass[0, 0] = -float("inf")
-    visible = every(valid, keys)[:, :, None] & (positions[:, :, None] <= query_positions[:, None, :, None])
-    got = window_scores.window_scores(
-        q=q, keys=hide(keys, valid), scale=scale, softcap=softcap, positions=positions,
-        query_positions=query_positions, valid=valid, query_valid=query_valid, log_mass=log_mass,
-    )  # fmt: skip
-    given = {"visible": visible, "query_valid": query_valid}
+    given = {"window": watched, "sink_logits": sink_logits}
+    rest = positions, valid, scale, softcap
+    got, queried = window_scores.observed_attention(q, hide(keys, valid), *rest, **given, log_mass=log_mass)
 
     def specified(to):
         known = None if log_mass is None else log_mass.to(to)
-        return reference.window_attention(q.to(to), keys.to(to), scale, softcap, **given, log_mass=known)
+        found, number = reference.observed_attention(q.to(to), keys.to(to), *rest, **given, log_mass=known)
+        assert torch.equal(number, queried)
+        return found
 
     close(got, specified)
 
@@ -199,6 +199,10 @@ def kept(batch=2, heads=2, groups=2, num=75, dim=64, dtype=torch.float32, kind="
     given = values, memory, positions.expand(batch, heads, -1).contiguous(), valid, pool
     found = peak_attention.peaks_to_keep(most.masked_fill(~valid, torch.nan), hide(values, valid), *given[1:])
     close(found, lambda to: reference.peaks_to_keep(most.to(to), given[0].to(to), *given[1:]))
+    rest, real = (pool, *given[2:4]), valid.float()
+    for mean in ("pool_scores", "chunk_mean"):
+        found = getattr(peak_attention, mean)(most.masked_fill(~valid, torch.nan), *rest) * real
+        close(found.nan_to_num(0), lambda to, mean=mean: getattr(reference, mean)(most.to(to), *rest) * real)
 
 
 def attended(batch=2, heads=2, groups=3, num=75, dim=64, dtype=torch.float32, kind="none", softcap=None, seed=0):
@@ -226,7 +230,13 @@ TURNED = st.sampled_from([None, "halves", "part"])
 OWN = {  # what else is drawn for a kernel
     keydiff: {"anchor": st.sampled_from(ANCHORS), "distance": st.sampled_from(DISTANCES), "turned": TURNED},
     manifold: {"window": st.none() | st.integers(1, 22), "metric": st.sampled_from(geometry.METRICS)},
-    window: {"asking": st.integers(1, 5), "mass": st.booleans(), "padding": st.booleans(), "softcap": SOFTCAPS},
+    window: {
+        "asking": st.integers(1, 9),
+        "watched": st.none() | st.integers(1, 6),
+        "mass": st.booleans(),
+        "padding": st.booleans(),
+        "softcap": SOFTCAPS,
+    },
     ahead: {"turned": st.sampled_from(["halves", "part"])},
     expected: {},
     mass: {"chunk": st.integers(1, 22), "softcap": SOFTCAPS},
@@ -275,7 +285,7 @@ def test_any_case(kernel, groups, num, kind, dtype, seed, data):
     own = data.draw(st.fixed_dictionaries(OWN[kernel]))
     if kernel in OF_QUERIES:
         own["groups"] = groups
-    if kernel in (mass, peaks):
+    if kernel in (mass, peaks, window):
         own["sink_logits"] = data.draw(sinks(groups))
     if kernel == peaks:
         own["asked"] = torch.rand(1, own["asking"], generator=torch.Generator().manual_seed(seed)) > 0.3
@@ -317,11 +327,12 @@ def test_far_from_zero_nothing_cancels():
 # SnapKV and TOVA
 
 
-@pytest.mark.parametrize("asking, num", [(1, 1), (1, 130), (32, 7), (40, 200)])
-def test_window_sizes(asking, num):
-    """TOVA is a window of one query; more queries than keys, and several tiles of rows, are fine."""
-    window(batch=1, groups=3, asking=asking, num=num, padding=asking > 1)
-    window(groups=3, asking=asking, num=num, mass=False, padding=False)
+@pytest.mark.parametrize("asking, num, watched", [(1, 1, 1), (1, 130, 32), (7, 7, 32), (40, 200, None), (90, 90, 33)])
+def test_window_sizes(asking, num, watched):
+    """TOVA is a window of one query, H2O watches all; several tiles of rows are fine."""
+    window(batch=1, groups=3, asking=asking, num=num, watched=watched, padding=asking > 1)
+    window(groups=3, asking=asking, num=num, watched=watched, mass=False, padding=False)
+    window(groups=3, asking=asking, num=num, watched=watched, kind="scattered", sink_logits=torch.randn(3))
 
 
 @pytest.mark.parametrize("size", [1e3, 1e4])
@@ -342,10 +353,6 @@ def test_window_with_everything_visible():
         wanted = reference.window_scores(q.double(), keys.double(), 0.125, pool)
         got = ops.window_scores(q, keys, 0.125, pool, backend="triton")
         torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=1e-5)
-    mask = make_mask("scattered", 2, 2, 45)
-    got = window_scores.window_scores(q=q, keys=hide(keys, mask), scale=0.125, valid=mask)
-    wanted = reference.window_attention(q.double(), keys.double(), 0.125, visible=mask[:, :, None])
-    torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", MASKS)

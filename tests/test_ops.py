@@ -147,7 +147,6 @@ def shrink(state, backend, scores, chosen=False):
     return case(scores, reference.select_slots(scores, state, spec).kept if chosen else None, state, spec)
 
 
-QUERIES = {"positions": torch.arange(C).repeat(B, HKV, 1), "query_positions": torch.tensor([[7, 8, 9]])}
 CASES = {  # the name of the operator, and what is special about the case
     "decode_step": lambda b: step(layer(), b, order=1),
     "decode_step without a token": lambda b: step(layer(attention=False), b, append=False, order=0),
@@ -230,6 +229,8 @@ CASES = {  # the name of the operator, and what is special about the case
         randn(B, HKV * G, C, D), randn(B, HKV, C, D), 0.3, 4, sink_logits=randn(HKV * G), backend=b
     ),
     "every_query": lambda b: case(randn(B, HKV * G, T, D), candidates()[1], 2, backend=b),
+    "pool_scores": lambda b: case(torch.rand(B, HKV, C), 3, *candidates(), backend=b),
+    "chunk_mean": lambda b: case(torch.rand(B, HKV, C), 4, *candidates(), backend=b),
     "peaks_to_keep": lambda b: case(
         torch.rand(B, HKV, C), randn(B, HKV, C, D), torch.rand(B, HKV, C), *candidates(), 3, backend=b
     ),
@@ -241,8 +242,8 @@ CASES = {  # the name of the operator, and what is special about the case
         randn(B, HKV * G, T, D), randn(B, HKV, C, D), randn(B, HKV * G, T), 0.3, backend=b
     ),
     "observed_attention": lambda b: case(
-        randn(B, HKV * G, T, D), randn(B, HKV, C, D), 0.3, **QUERIES, valid=candidates()[1],
-        query_valid=torch.ones(B, T, dtype=torch.bool), log_mass=randn(B, HKV * G, T), backend=b,
+        randn(B, HKV * G, T, D), randn(B, HKV, C, D), *candidates(), 0.3, window=2, log_mass=randn(B, HKV * G, T),
+        sink_logits=randn(HKV * G), backend=b,
     ),
     "moment_scores": lambda b: case(torch.rand(B, HKV, C), *pairs(C), evicted(7, 12), 0.3, backend=b),
     "queries_ahead": lambda b: case(

@@ -23,8 +23,8 @@ HQ, HKV, DIM, BLOCK, EVERY = 8, 2, 32, 64, 16
 LAUNCHES = {  # of a step in which prompts begin, of one that reads their ends, before one where an eviction is due
     ("keydiff", "uniform"): (10, 14, 5),
     ("keydiff", "calibrated"): (12, 14, 5),
-    ("momentkv", "uniform"): (12, 63, 5),
-    ("snapkv", "uniform"): (11, 45, 3),
+    ("momentkv", "uniform"): (12, 19, 4),
+    ("snapkv", "uniform"): (11, 17, 3),
     ("fastkv", "uniform"): (23, 26, 9),
     ("fastkv", "calibrated"): (24, 28, 9),
 }

@@ -137,6 +137,8 @@ def window_attention(
     q: Tensor,
     keys: Tensor,
     scale: float,
+    softcap: None = None,
+    *,
     visible: Tensor,
     query_valid: Tensor,
     log_mass: Tensor | None,
@@ -161,13 +163,12 @@ def window_attention(
     return torch.bmm(share, weights).view(batch, heads, slots)
 
 
-def observed_attention(q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, **given: Any) -> Tensor:
+def observed_attention(
+    q: Tensor, keys: Tensor, positions: Tensor, valid: Tensor, scale: float, softcap: float | None = None, **given: Any
+) -> tuple[Tensor, Tensor]:
     """`reference.observed_attention`."""
-    visible = reference.visible_keys(given["positions"], given["query_positions"], given["valid"])
-    if visible is None or given["query_valid"] is None or not serves(q, keys.shape[-1], softcap):
-        return reference.observed_attention(q, keys, scale, softcap, **given)
-    scores = window_attention(q, keys, scale, visible, given["query_valid"], given["log_mass"], given["bias"])
-    return reference.pool_scores(scores, given["pool"], given["positions"], given["valid"])
+    attention = window_attention if serves(q, keys.shape[-1], softcap) else reference.window_attention
+    return reference.observed(attention, q, keys, positions, valid, scale, softcap, **given)
 
 
 def prefill_attention(

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import reference
 from ..reference import Centroids, LayerState, Moments, Selection, Spec
 from . import decode_attention as decode
-from . import leverage, window_scores
+from . import leverage
 from . import moment_scores as residuals
 from . import remember as joining
 from . import select as selection
@@ -28,12 +28,15 @@ from .expected_attention import queries_ahead as queries_ahead
 from .key_scores import keydiff_scores as keydiff_scores
 from .key_scores import manifold_scores as manifold_scores
 from .noncausal_mass import noncausal_attention_mass as noncausal_attention_mass
+from .peak_attention import chunk_mean as chunk_mean
 from .peak_attention import every_query as every_query
 from .peak_attention import most_attended as most_attended
 from .peak_attention import peak_attention as peak_attention
 from .peak_attention import peaks_to_keep as peaks_to_keep
+from .peak_attention import pool_scores as pool_scores
 from .prefill_attention import prefill_attention as prefill_attention
 from .slot_signals import memorise as memorise
+from .window_scores import observed_attention as observed_attention
 from .z_scores import needed_scores as needed_scores
 from .z_scores import z_scores as z_scores
 
@@ -102,21 +105,12 @@ def sketched_leverage(keys: Tensor, sketch: Tensor, method: str, *, mask: Tensor
     return leverage.leverage_scores(keys=keys, sketch=sketch, mask=mask, centre=centre)
 
 
-def observed_attention(
-    q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, *, pool: int = 1, **given: Any
-) -> Tensor:
-    """`reference.observed_attention`."""
-    scores = window_scores.window_scores(q=q, keys=keys, scale=scale, softcap=softcap, **given)
-    return reference.pool_scores(scores, pool, given.get("positions"), given.get("valid"))
-
-
 def moment_scores(attention: Tensor | None, keys: Tensor, values: Tensor, moments: Moments, scale: float) -> Tensor:
     """`reference.moment_scores`."""
     return residuals.moment_scores(
         attention=attention,
         keys=keys,
         values=values,
-        lengths=torch.full(keys.shape[:2], keys.shape[2], dtype=torch.int32, device=keys.device),
         value_mean=moments.value_mean,
         matrix=moments.cross if moments.slope is None else moments.slope,
         count=moments.count,

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference import check_peak
+from .. import reference
+from ..reference import check_peak, check_pool
 from ._arguments import Scaling, View
 from ._attention import LOG2E, _add_sink, _dot, _logits2
 from ._launch import check_head_dim, check_like, pow2, stages
@@ -196,27 +197,69 @@ def every_query(queries: Tensor, valid: Tensor, every: int) -> tuple[Tensor, Ten
 
 @triton.jit(do_not_specialize=["N"])
 def _pool_kernel(
-    most_ptr, values: View, memory_ptr, order_ptr, counts_ptr, out_ptr, N, HEADS: tl.constexpr, D: tl.constexpr,
-    POOL: tl.constexpr, ROWS: tl.constexpr,
+    most_ptr, values: View, memory_ptr, positions_ptr, order_ptr, counts_ptr, out_ptr, N, HEADS: tl.constexpr,
+    D: tl.constexpr, POOL: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    # values_ptr, memory_ptr None: means of scores. positions_ptr None: whatever chunk of the text a neighbour is in.
     kv = tl.program_id(0).to(tl.int64)
     rank = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    most_ptr, memory_ptr = most_ptr + kv * N, memory_ptr + kv * N
-    order_ptr, out_ptr = order_ptr + kv * N, out_ptr + kv * N
+    most_ptr, order_ptr, out_ptr = most_ptr + kv * N, order_ptr + kv * N, out_ptr + kv * N
     count = tl.load(counts_ptr + kv).to(tl.int32)
+    own = tl.load(order_ptr + rank, mask=rank < N, other=0)
+    if positions_ptr is not None:
+        positions_ptr += kv * N
+        chunk = tl.load(positions_ptr + own, mask=rank < count, other=0) // CHUNK
     total = tl.zeros([ROWS], tl.float32)
     number = tl.zeros([ROWS], tl.float32)
     for step in range(0, POOL):
         near = rank + step - POOL // 2
         inside = (near >= 0) & (near < count)
         index = tl.load(order_ptr + near, mask=inside, other=0).to(tl.int32)
-        weight = tl.load(most_ptr + index, mask=inside, other=0.0) * _lengths(values, kv, index, N, HEADS, D, COLUMNS)
+        if positions_ptr is not None:
+            inside &= tl.load(positions_ptr + index, mask=inside, other=0) // CHUNK == chunk
+        weight = tl.load(most_ptr + index, mask=inside, other=0.0)
+        if values.ptr is not None:
+            weight *= _lengths(values, kv, index, N, HEADS, D, COLUMNS)
         total += tl.where(inside, weight, 0.0)
         number += inside.to(tl.float32)
-    known = tl.where(rank < count, tl.maximum(total / tl.maximum(number, 1.0), TINY), 0.0)
-    index = tl.load(order_ptr + rank, mask=rank < N, other=0)
-    before = tl.load(memory_ptr + index, mask=rank < N, other=0.0)
-    tl.store(out_ptr + index, tl.maximum(before, known), mask=rank < N)
+    if memory_ptr is not None:
+        known = tl.where(rank < count, tl.maximum(total / tl.maximum(number, 1.0), TINY), 0.0)
+        known = tl.maximum(tl.load(memory_ptr + kv * N + own, mask=rank < N, other=0.0), known)
+    elif positions_ptr is not None:
+        known = tl.where(rank < count, total / tl.maximum(number, 1.0), 0.0)
+    else:  # beyond the ends is nothing
+        known = total / POOL
+    tl.store(out_ptr + own, known, mask=rank < N)
+
+
+def _pooled(
+    scores: Tensor, values: Tensor | None, memory: Tensor | None, positions: Tensor, valid: Tensor, pool: int,
+    chunk: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The two launches of means over neighbours."""
+    check_like("pool", valid.shape, scores=scores, memory=memory, positions=positions, valid=valid)
+    order, counts = in_order(positions, valid)
+    out = torch.empty_like(scores)
+    if out.numel():
+        view = View(None, 0, 0, 0) if values is None else View.of(values)
+        _pool_kernel[counts.numel(), triton.cdiv(valid.shape[2], ROWS)](
+            scores, view, memory, positions if chunk else None, order, counts, out, valid.shape[2],
+            HEADS=valid.shape[1], D=0 if values is None else values.shape[-1], POOL=pool, CHUNK=chunk or 1, ROWS=ROWS,
+        )  # fmt: skip
+    return out
+
+
+def pool_scores(scores: Tensor, pool: int, positions: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
+    """`reference.pool_scores`: scores fp32, positions int32, valid bool [B, Hkv, N], contiguous. Cost: as below."""
+    if pool == 1 or positions is None or valid is None:
+        return reference.pool_scores(scores, pool)
+    check_pool(pool)
+    return _pooled(scores, None, None, positions, valid, pool)
+
+
+def chunk_mean(scores: Tensor, chunk: int, positions: Tensor, valid: Tensor) -> Tensor:
+    """`reference.chunk_mean`: scores fp32, positions int32, valid bool [B, Hkv, N], contiguous. Cost: as below."""
+    return _pooled(scores, None, None, positions, valid, 2 * chunk - 1, chunk)
 
 
 def peaks_to_keep(most: Tensor, values: Tensor, memory: Tensor, positions: Tensor, valid: Tensor, pool: int) -> Tensor:
@@ -224,15 +267,7 @@ def peaks_to_keep(most: Tensor, values: Tensor, memory: Tensor, positions: Tenso
 
     Args: most, memory fp32, positions int32, valid bool [B, Hkv, N], contiguous; values [B, Hkv, N, Dv], unit stride
         along Dv.
-    Cost: two launches and a sort; values are read `pool` times.
+    Cost: two launches, and a sort of many candidates; values are read `pool` times.
     """
-    check_like("peaks_to_keep", valid.shape, most=most, memory=memory, positions=positions, valid=valid)
     assert values.stride(-1) == 1
-    order, counts = in_order(positions, valid)
-    out = torch.empty_like(memory)
-    if out.numel():
-        _pool_kernel[counts.numel(), triton.cdiv(valid.shape[2], ROWS)](
-            most, View.of(values), memory, order, counts, out, valid.shape[2], HEADS=valid.shape[1],
-            D=values.shape[-1], POOL=pool, ROWS=ROWS,
-        )  # fmt: skip
-    return out
+    return _pooled(most, values, memory, positions, valid, pool)

@@ -26,12 +26,10 @@ from ..reference import (
     Moments,
     Slots,
     Spec,
-    chunk_mean,
     compute_dtype,
     moment_estimate,
     moment_residual,
     output_norms,
-    pool_scores,
     protected,
     random_scores,
     streaming_scores,
@@ -364,7 +362,9 @@ def _every(queries: Tensor, valid: Tensor, every: int, *rest: Any) -> tuple[Tens
 # Kernel: one launch.
 every_query = opaque(_every)(by_keyword(reference.every_query))
 
-# Kernel: two launches and a sort.
+# Kernel: two launches each, and a sort of many candidates.
+pool_scores = opaque(lambda scores, *rest: torch.empty_like(scores))(by_keyword(reference.pool_scores))
+chunk_mean = opaque(lambda scores, *rest: torch.empty_like(scores))(by_keyword(reference.chunk_mean))
 peaks_to_keep = opaque(lambda most, values, memory, *rest: torch.empty_like(memory))(
     by_keyword(reference.peaks_to_keep)
 )
@@ -375,14 +375,22 @@ peak_attention = opaque(_of_second)(by_keyword(reference.peak_attention))
 # Kernel: one launch.
 most_attended = opaque(_of_second)(by_keyword(reference.most_attended))
 
-# Kernel: three launches, no logits in memory.
-observed_attention = opaque(_of_second)(by_keyword(reference.observed_attention))
+
+def _observed(q: Tensor, keys: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    scores = _of_first(keys)
+    return scores, scores.new_empty(len(keys), 1, 1)
+
+
+# Kernel: two launches, no logits in memory.
+observed_attention = opaque(_observed)(by_keyword(reference.observed_attention))
 
 
 def window_scores(q: Tensor, keys: Tensor, scale: float, pool: int = 7, *, backend: str = "auto") -> Tensor:
     """`reference.window_scores`: `observed_attention` of all queries to all keys."""
     reference.check_pool(pool)
-    return observed_attention(q, keys, scale, pool=pool, backend=backend)
+    places = torch.zeros(keys.shape[:3], dtype=torch.int32, device=keys.device)
+    scores, _ = observed_attention(q, keys, places, torch.ones_like(places, dtype=torch.bool), scale, backend=backend)
+    return reference.pool_scores(scores, pool)
 
 
 # Kernel: one launch.
