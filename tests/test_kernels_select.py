@@ -161,6 +161,7 @@ def check_compact(slots="model", dtype=torch.float32, dim=64, value_dim=None, ro
     seen, gone = torch.full((batch,), 2 * (used + num)), [normal(batch, heads, evicted, d) for d in (dim, value_dim)]
     made = [t for t in (keys.to(dtype), values.to(dtype), lengths.int(), places.int(), seen)]
     state = encoded(make_state(*made, moments=Moments(torch.zeros_like(made[2].long()))), slots)
+    state.exact.attention = torch.ones(batch, heads, room)
     truth, usual, mine = copied(state, torch.float64), copied(state), copied(state)
     for one, to in ((truth, torch.float64), (usual, torch.float32), (mine, torch.float32)):
         one.moments = moments_of([t for t in gone], to, order)
@@ -175,6 +176,7 @@ def check_compact(slots="model", dtype=torch.float32, dim=64, value_dim=None, ro
     mine = placed.taken() if paged else mine
 
     assert torch.equal(mine.exact.lengths.long(), selection.counts)
+    assert torch.equal(mine.seen, seen + fresh.sum(-1)) and not mine.exact.attention.any()
     for (name, got), (_, want) in zip(sorted_rows(mine).items(), sorted_rows(usual).items(), strict=True):
         assert torch.equal(got, want), name
     stays = kept[..., :used] & (torch.arange(used) < selection.counts[..., None])  # where it is

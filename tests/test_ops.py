@@ -149,6 +149,9 @@ def shrink(state, backend, scores, chosen=False):
 
 CASES = {  # the name of the operator, and what is special about the case
     "decode_step": lambda b: step(layer(), b, order=1),
+    "decode_into": lambda b: case(
+        randn(B, HKV * G, D), *token(), torch.zeros(B, HKV * G, D), layer(), make_spec(0.3, backend=b)
+    ),
     "decode_step without a token": lambda b: step(layer(attention=False), b, append=False, order=0),
     "decode_step with a softcap": lambda b: step(layer(), b, softcap=4.0, correction="moments"),
     "decode_step with centroids": lambda b: step(layer(parts=5), b, correction="centroids"),

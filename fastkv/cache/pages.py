@@ -269,12 +269,13 @@ class PagedLayer:
             for some in due.split(AT_ONCE) if len(due) else ():
                 evict(self._at(some), rule)
 
-    def step(self, rows: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def step(self, rows: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
         """Attention output for the next token of each of these sequences, [B, Hq, Dv].
 
-        Args: rows [B] int64; q [B, Hq, D]; k, v [B, Hkv, D].
+        Args: rows [B] int64; q [B, Hq, D]; k, v [B, Hkv, D]; out: where it is written, None for new memory.
         """
-        out, _, _ = ops.decode_step(q, k[:, :, None], v[:, :, None], self._at(rows), self.rule.spec)
+        out = q.new_empty(*q.shape[:2], self.state.exact.value_dim) if out is None else out
+        ops.decode_into(q, k[:, :, None], v[:, :, None], out, self._at(rows), self.rule.spec)
         return out
 
     def _at(self, rows: Tensor) -> LayerState:

@@ -16,19 +16,17 @@ Tokens = tuple[Tensor, Tensor, Tensor]
 
 
 def candidates(state: LayerState, k: Tensor, v: Tensor, valid: Tensor, rule: LayerConfig) -> tuple[Signals, Tensor]:
-    """The tokens in the slots, then those of a block, k, v [B, Hkv, T, D] and valid [B, T], which count as seen.
-
-    And which of them no policy may evict, [B, Hkv, N] bool.
+    """The tokens in the slots, then those of a block, k, v [B, Hkv, T, D] and valid [B, T], and
+    which of them no policy may evict, [B, Hkv, N] bool.
     """
     exact, spec = state.exact, rule.spec
     stored, memory = _stored(state, rule), _memory(state, rule)
     keys, values, positions = (joined(*same) for same in zip(*stored))
     slots, block = (keys, values, positions, memory, exact.lengths), (k, v, valid, state.seen)
     made = ops.candidates(*slots, *block, spec.sinks, spec.recent, backend=spec.backend)
-    keys, values, positions, real, guard, memory, seen = made
+    keys, values, positions, real, guard, memory = made
     if state.approx is not None:
         real[:, :, : exact.filled + state.approx.filled] = joined(*(slots.valid for slots in state.tiers.values()))
-    state.seen.copy_(seen)
     keys, values = (new if not len(both) else both for both, new in ((keys, k), (values, v)))
     return _signals(state, (keys, values, positions), real, memory, rule, decoding=False), guard
 

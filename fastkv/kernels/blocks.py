@@ -128,7 +128,6 @@ class CandidatePointers(NamedTuple):
     valid_ptr: Any
     guard_ptr: Any
     memory_ptr: Any
-    seen_ptr: Any
 
 
 class Known(NamedTuple):
@@ -183,14 +182,12 @@ def _candidates_kernel(
         _copy(value_ptr, made.values_ptr, far * values.stride_t, place * HEADS.DV, old, HEADS.DV, HEADS.BV)
         _copy(k_ptr, made.keys_ptr, near * k.stride_t, place * HEADS.DK, fresh, HEADS.DK, HEADS.BK)
         _copy(v_ptr, made.values_ptr, near * v.stride_t, place * HEADS.DV, fresh, HEADS.DV, HEADS.BV)
-    if (own == 0) & (tl.program_id(1) == 0):
-        tl.store(made.seen_ptr + batch, after)
 
 
 def candidates(
     keys: Tensor, values: Tensor, positions: Tensor, memory: Tensor | None, lengths: Tensor, k: Tensor, v: Tensor,
     valid: Tensor, seen: Tensor, sinks: int, recent: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`reference.candidates`: one launch, no host sync. All have unit stride along D, or along slots.
 
     Raises: FastKVError for shapes or strides that do not fit.
@@ -212,10 +209,9 @@ def candidates(
     both = (made(part.dtype, part.shape[-1], there=used > 0) for part in (keys, values))
     masks = made(torch.bool), made(torch.bool)
     out = (*both, made(torch.int32), *masks, made(torch.float32, there=memory is not None))
-    after = torch.empty_like(seen)
     if batch:
         real, guard = (part.view(torch.uint8) for part in masks)
-        pointers = CandidatePointers(out[0], out[1], out[2], real, guard, out[5], after)
+        pointers = CandidatePointers(out[0], out[1], out[2], real, guard, out[5])
         pointers = pointers if memory is not None else pointers._replace(memory_ptr=None)
         pointers = pointers if used else pointers._replace(keys_ptr=None, values_ptr=None)
         _candidates_kernel[batch * heads, triton.cdiv(used + num, ROWS)](
@@ -223,7 +219,7 @@ def candidates(
             Known(memory, lengths, seen, valid.view(torch.uint8)), pointers, Protection(sinks, recent), used, num,
             HEADS=Heads.of(keys, values, 0, heads), ROWS=ROWS, BLOCK=BLOCK,
         )  # fmt: skip
-    return *out, after  # type: ignore[return-value]
+    return out  # type: ignore[return-value]
 
 
 # Rows of pages to a place of their own and back, in one launch for all tensors of a state. The table of `ops.copy_rows`

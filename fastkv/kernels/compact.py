@@ -5,7 +5,8 @@ new length L stay where they are; the other survivors (of the block, and of slot
 no row moves that need not. Slot order may therefore differ from the reference, whose slots are sorted by position.
 
 Launches, because every evicted row must be read before any slot is overwritten:
-1. plan: prefix sums over the masks list the evicted rows, the holes and the sources; the old means are put aside.
+1. plan: prefix sums over the masks list the evicted rows, the holes and the sources; the old means are put aside, and
+   the tokens of the block are counted as seen.
 2. merge: programs (head, slice of the value columns) add the listed rows to the moments in fp32 (Chan et al. 1979).
    With a the state before and b the rows, mean = mean_a + (n_b / n) d and S = S_a + S_b + (n_a n_b / n) d_k d_v^T,
    d = mean_b - mean_a; S_b is of centred rows, in a second pass, so that nothing cancels; the bf16
@@ -67,10 +68,10 @@ class Tile(NamedTuple):
     COLUMNS: int
 
 
-@triton.jit(do_not_specialize=["page", "used", "splits"])  # N stays: aligned masks are read 16 bytes at a time
+@triton.jit(do_not_specialize=["page", "slots", "used", "splits"])  # N stays: aligned masks are read 16 bytes at a time
 def _plan_kernel(
-    kept_ptr, valid_ptr, lengths_ptr, moments: MomentPointers, plan: PlanPointers, rows_ptr, page, N, used, splits,
-    TILE: tl.constexpr, BLOCK: tl.constexpr,
+    kept_ptr, valid_ptr, state: StatePointers, moments: MomentPointers, plan: PlanPointers, rows_ptr, page, N, slots,
+    used, splits, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     DK: tl.constexpr = TILE.DK
     DV: tl.constexpr = TILE.DV
@@ -82,6 +83,7 @@ def _plan_kernel(
             tl.store(tally_ptr, 0)  # nothing to merge or to move
             tl.store(tally_ptr + 1, 0)
             return
+    state = StatePointers(*[p if p is None else _page(p, home, page) for p in state])
     moments = MomentPointers(*[p if p is None else _page(p, home, page) for p in moments])
     row = head * N
     listed_ptr = plan.lists_ptr + row
@@ -89,9 +91,11 @@ def _plan_kernel(
     sources_ptr = holes_ptr + tl.num_programs(0).to(tl.int64) * N
     lane = tl.arange(0, BLOCK)
     length = tl.zeros([], tl.int32)
+    new = tl.zeros([], tl.int32)
     for start in range(0, N, BLOCK):
         index = start + lane
         valid = tl.load(valid_ptr + row + index, mask=index < N, other=0) != 0
+        new += tl.sum((valid & (index >= used)).to(tl.int32), 0)
         kept = valid & (tl.load(kept_ptr + row + index, mask=index < N, other=0) != 0)
         length += tl.sum(kept.to(tl.int32), 0)
     gone = tl.zeros([], tl.int32)
@@ -111,7 +115,14 @@ def _plan_kernel(
         holes += tl.sum(hole, 0)
         moves += tl.sum(source, 0)
     count = tl.load(moments.count_ptr + own)
-    tl.store(_page(lengths_ptr, home, page) + own, length)
+    tl.store(state.lengths_ptr + own, length)
+    if state.seen_ptr is not None:
+        if head % TILE.HEADS == 0:
+            seen_ptr = state.seen_ptr + own // TILE.HEADS
+            tl.store(seen_ptr, tl.load(seen_ptr) + new)
+    if state.attention_ptr is not None:
+        for start in range(0, slots, BLOCK):
+            tl.store(state.attention_ptr + own * slots + start + lane, 0.0, mask=start + lane < slots)
     tl.store(tally_ptr, gone.to(tl.int64))
     tl.store(tally_ptr + 1, moves.to(tl.int64))
     tl.store(tally_ptr + 2, count)
@@ -393,7 +404,9 @@ def compact(
     check_shape(op, "v", v, (batch, heads, k.shape[2], dv))
     check_head_dim(op, max(dk, dv))
     check_contiguous(op, valid=valid, kept=kept)
-    page = check_rows(op, state, held, known, lengths=lengths)
+    changed = ("lengths",) if block is None else ("lengths", "attention")
+    counted = StatePointers.of(slots, *changed, seen=None if block is None else state.seen)
+    page = check_rows(op, state, held, known, counted)
     assert 0 <= used <= capacity and k.stride(-1) == v.stride(-1) == 1
     if not num or not batch:
         lengths.zero_() if state.rows is None else lengths.index_fill_(0, state.rows, 0)
@@ -412,8 +425,8 @@ def compact(
     rows, columns, warps = MERGE[width]
     tile = Tile(heads, dk, dv, pow2(dk, 16), pow2(dv, 16), rows, columns)
     _plan_kernel[(pairs,)](
-        kept.view(torch.uint8), valid.view(torch.uint8), lengths, known, plan, *where, num, used, splits, TILE=tile,
-        BLOCK=PLAN,
+        kept.view(torch.uint8), valid.view(torch.uint8), counted, known, plan, *where, num, capacity, used, splits,
+        TILE=tile, BLOCK=PLAN,
     )  # fmt: skip
     block_keys, block_values = View.of(k), View.of(v)
     if moments.key_mean is not None:

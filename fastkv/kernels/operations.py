@@ -69,13 +69,22 @@ def _joining(state: LayerState, spec: Spec) -> int:
     return state.heads * joining.room_size(rows, parts.keys.shape[-1], parts.values.shape[-1])
 
 
-def decode_step(q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec) -> Any:
+def decode_step(
+    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec, out: Tensor | None = None
+) -> Any:
     """`reference.decode_step`, which does the step itself where values are recovered from the keys of all heads."""
     if state.recovery is not None and state.recovery.weight.shape[1] != state.recovery.weight.shape[2]:
         with state.gathered() as own:
             return reference.decode_step(q, k, v, own, spec)
     step = decode.decode_step if state.approx is None else vector.vector_decode_step
-    return step(q, k, v, state, spec)
+    return step(q, k, v, state, spec, out)
+
+
+def decode_into(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, state: LayerState, spec: Spec) -> None:
+    """`ops.decode_into`."""
+    made, _, _ = decode_step(q, k, v, state, spec, out)
+    if made is not out:
+        out.copy_(made)
 
 
 def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:

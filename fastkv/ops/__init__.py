@@ -49,6 +49,15 @@ def _step_outputs(
 decode_step = opaque(_step_outputs, changes=("state",))(by_spec(reference.decode_step))
 
 
+@opaque(nothing, changes=("out", "state"))
+def decode_into(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, state: LayerState, spec: Spec) -> None:
+    """`decode_step`, whose attention is written into `out` [B, Hq, Dv]. Kernel: one launch, if that is contiguous."""
+    if resolve(spec.backend, q.device) == "triton":
+        implementation("decode_into", "triton", q.device.type)(q, k, v, out, state, spec)
+    else:
+        out.copy_(decode_step(q, k, v, state, spec)[0])
+
+
 def decode_attention(
     q: Tensor,
     keys: Tensor,
@@ -118,12 +127,12 @@ of_blocks = opaque(nothing, changes=("out",))(by_keyword(reference.of_blocks))
 
 def _candidates(
     keys: Tensor, values: Tensor, positions: Tensor, memory: Tensor | None, lengths: Tensor, k: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    shape, seen = (*positions.shape[:2], positions.shape[2] + k.shape[2]), rest[2]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shape = *positions.shape[:2], positions.shape[2] + k.shape[2]
     both = [t.new_empty((*shape, t.shape[-1]) if positions.shape[2] else (0,)) for t in (keys, values)]
     known = keys.new_empty(0 if memory is None else shape, dtype=torch.float32)
     real = positions.new_empty(shape, dtype=torch.bool)
-    return both[0], both[1], positions.new_empty(shape), real, torch.empty_like(real), known, torch.empty_like(seen)
+    return both[0], both[1], positions.new_empty(shape), real, torch.empty_like(real), known
 
 
 # Kernel: one launch.
