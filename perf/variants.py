@@ -148,14 +148,16 @@ def prefill(dim: int, groups: int = 4, flash: bool = False, **kept: Any) -> None
         operations.prefill_attention(*block(state, BLOCK, groups, dim), mask(state.batch, BLOCK), state, rule)
 
 
-def compact(dim: int, length: int = 512, **kept: Any) -> None:
+def compact(dim: int, length: int = 512, known: bool = False, **kept: Any) -> None:
     """What leaves after a block of that length."""
     state, rule = layer(dim, **kept)
     shape = candidates(state, length)
     chosen = Selection(mask(*shape), new(*shape[:2], dtype=torch.int64))
     _, k, v = block(state, length, 1, dim)
     positions = new(*k.shape[:3], dtype=torch.int32)
-    operations.compact(mask(*shape), chosen, (k, v, positions), state, rule)
+    if known:
+        state.exact.memory = new(*state.exact.positions.shape)
+    operations.compact(mask(*shape), chosen, (k, v, positions), new(*shape) if known else None, state, rule)
 
 
 def evict(dim: int, chosen: bool = False, **kept: Any) -> None:
@@ -219,8 +221,10 @@ def residuals(dim: int, attention: bool = True, dtype: str = "bf16", **kept: Any
 def standard() -> None:
     """z-scores of three scores of each candidate, and their sum."""
     operations.z_scores(new(3, 1, 8, 4096), mask(1, 8, 4096))
-    operations.needed_scores(*new(3, 1, 8, 4096), mask(1, 8, 4096))
-    operations.needed_scores(*new(2, 1, 8, 4096), None, mask(1, 8, 4096))
+    keys = new(1, 8, 4096, 128, dtype=torch.bfloat16)
+    ahead = new(1, 32, 1, 128), new(1, 32, 128, 128), new(1, 1, 1, dtype=torch.int64)
+    for known in (ahead, None):
+        operations.needed_scores(*new(2, 1, 8, 4096), keys, keys, mask(1, 8, 4096), known, 0.1)
 
 
 def selected(length: int, masked: bool = False, ragged: bool = False) -> None:
@@ -256,13 +260,12 @@ SCORES: dict[str, Callable[..., Any]] = {
         queries(keys, 4096), keys, 0.1, chunk, mask=real if ordered else None, sink_logits=new(32) if sinks else None
     ),
     "peaks": lambda keys, real, sinks=False: operations.peak_attention(
-        queries(keys, BLOCK), keys, 0.1, valid=real, asked=mask(1, BLOCK), sink_logits=new(32) if sinks else None
+        queries(keys, BLOCK), keys, 0.1, valid=real, every=8, sink_logits=new(32) if sinks else None
     ),
     "unlike": lambda keys, real: operations.keydiff_scores(keys, "normalized_mean", mask=real, **before(keys)),
     "ahead": lambda keys, real: operations.queries_ahead(
         queries(keys, BLOCK), before(keys)["positions"], real, before(keys)["rotary"], 512, 4
     ),
-    "every": lambda keys, real: operations.every_query(queries(keys, BLOCK), real, 8),
     "kept": lambda keys, real: operations.peaks_to_keep(
         *new(1, *keys.shape[:3]), keys, new(*keys.shape[:3]), before(keys)["positions"], real, 3
     ),

@@ -135,7 +135,7 @@ def test_a_block_comes_with_no_bias(backend):
     positions = (LENGTHS.amax(-1)[:, None, None] + torch.arange(2)).expand(B, HKV, 2).int()
     valid = torch.cat([state.exact.valid, torch.ones(B, HKV, 2, dtype=torch.bool)], 2)
     kept = valid & (torch.arange(C + 2) % 2 == 0)
-    ops.compact(valid, Selection(kept, kept.sum(-1)), (*block, positions), state, make_spec(1.0, backend=backend))
+    ops.compact(valid, Selection(kept, kept.sum(-1)), (*block, positions), None, state, make_spec(1.0, backend=backend))
     for b, rows in enumerate(biases(state)):
         for head, row in enumerate(rows):
             new = {int(LENGTHS[b].max()) + i: 0.0 for i in range(2)}

@@ -175,25 +175,22 @@ def mass(batch=2, heads=1, groups=2, num=45, dim=64, dtype=torch.float32, kind="
 
 
 def peaks(batch=2, heads=1, groups=2, num=75, dim=64, dtype=torch.float32, kind="left", softcap=None, seed=0, asking=37,
-          asked=None, sink_logits=None, scale=0.125):  # fmt: skip
+          every_=2, sink_logits=None, scale=0.125):  # fmt: skip
+    asking = min(asking, num)
     q, keys = tokens(batch, heads * groups, asking, dim, dtype, seed), tokens(batch, heads, num, dim, dtype, seed + 1)
     valid = every(make_mask(kind, batch, heads, num, seed), keys)
-    asked = torch.ones(batch, asking, dtype=torch.bool) if asked is None else asked
-    keys, given = hide(keys, valid), {"valid": valid, "asked": asked, "sink_logits": sink_logits}
-    q[~asked[:, None].expand(q.shape[:3])] = 100.0
+    q[~valid[:, :1, num - asking :].expand(q.shape[:3])] = torch.nan
+    keys, given = hide(keys, valid), {"valid": valid, "every": every_, "sink_logits": sink_logits}
     got = peak_attention.peak_attention(q, keys, scale, softcap, **given)
     assert (got[~valid] == 0).all()
+    q = q.nan_to_num(100.0)
     return close(got, lambda to: reference.peak_attention(q.to(to), keys.to(to), scale, softcap, **given))
 
 
-def kept(batch=2, heads=2, groups=2, num=75, dim=64, dtype=torch.float32, kind="left", seed=0, pool=5, every_=3):
-    """Who is asked, and what becomes of the maxima; slots come in any order before the block."""
-    draw, asking = torch.Generator().manual_seed(seed), min(num, 41)
-    queries = tokens(batch, heads * groups, asking, dim, dtype, seed)
+def kept(batch=2, heads=2, groups=2, num=75, dim=64, dtype=torch.float32, kind="left", seed=0, pool=5):
+    """What becomes of the maxima; slots come in any order before the block."""
+    draw = torch.Generator().manual_seed(seed)
     valid = every(make_mask(kind, batch, heads, num, seed), tokens(batch, heads, num, dim))
-    got, asked = peak_attention.every_query(queries, valid, every_)
-    expected_queries, expected_asked = reference.every_query(queries, valid, every_)
-    assert torch.equal(got, expected_queries) and torch.equal(asked, expected_asked)
     most, memory = torch.rand(2, batch, heads, num, generator=draw)
     values, positions = tokens(batch, heads, num, dim, dtype, seed + 1), torch.randperm(num, generator=draw).int()
     given = values, memory, positions.expand(batch, heads, -1).contiguous(), valid, pool
@@ -240,8 +237,8 @@ OWN = {  # what else is drawn for a kernel
     ahead: {"turned": st.sampled_from(["halves", "part"])},
     expected: {},
     mass: {"chunk": st.integers(1, 22), "softcap": SOFTCAPS},
-    peaks: {"asking": st.integers(1, 9), "softcap": SOFTCAPS},
-    kept: {"pool": st.sampled_from([1, 3, 5]), "every_": st.integers(1, 8)},
+    peaks: {"asking": st.integers(1, 9), "every_": st.integers(1, 8), "softcap": SOFTCAPS},
+    kept: {"pool": st.sampled_from([1, 3, 5])},
     attended: {"softcap": SOFTCAPS},
 }
 
@@ -287,8 +284,6 @@ def test_any_case(kernel, groups, num, kind, dtype, seed, data):
         own["groups"] = groups
     if kernel in (mass, peaks, window):
         own["sink_logits"] = data.draw(sinks(groups))
-    if kernel == peaks:
-        own["asked"] = torch.rand(1, own["asking"], generator=torch.Generator().manual_seed(seed)) > 0.3
     kernel(batch=1, heads=1, num=num, dim=16, kind=kind, dtype=dtype, seed=seed, **own)
 
 
@@ -374,15 +369,27 @@ def test_z_scores(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("asked", [False, True])
-def test_sum_of_z_scores(asked, kind, monkeypatch):
+@pytest.mark.parametrize("groups", [0, 1, 3])
+def test_sum_of_z_scores(groups, kind, monkeypatch):
+    """Without queries to come, and with them, in one query head of a KV head and in several."""
     monkeypatch.setattr(z_scores, "BLOCK", 32)
-    unlike, memory, expected = torch.randn(3, 2, 2, 75, generator=torch.Generator().manual_seed(0))
-    unlike, memory, expected = unlike - 3, torch.where(memory < 0, 0.0, memory), expected.exp() if asked else None
-    valid = every(make_mask(kind, 2, 2, 75), unlike)
-    memory[1, 1], given = 0.0, (unlike, memory) if expected is None else (unlike, memory, expected)
-    got = z_scores.needed_scores(*(one.masked_fill(~valid, torch.nan) for one in given), *[None] * (not asked), valid)
-    close(got, lambda to: reference.needed_scores(*(one.to(to) for one in given), *[None] * (not asked), valid), 3e-6)
+    draw = torch.Generator().manual_seed(0)
+    unlike, memory = torch.randn(2, 2, 2, 275, generator=draw)
+    unlike, memory = unlike - 3, torch.where(memory < 0, 0.0, memory)
+    valid = every(make_mask(kind, 2, 2, 275), unlike)
+    memory[1, 1] = 0.0
+    keys, values = tokens(2, 2, 275, 16), tokens(2, 2, 275, 32, seed=1)
+    mean, root = torch.randn(2, 2 * groups, 1, 16, generator=draw), torch.randn(2, 2 * groups, 16, 16, generator=draw)
+    count = torch.tensor([3, int(kind != "left")]).view(2, 1, 1)
+
+    def specified(to):
+        known = (mean.to(to), (root @ root.mT / 16).to(to), count) if groups else None
+        return reference.needed_scores(unlike.to(to), memory.to(to), keys, values, valid, known, 0.3)
+
+    ahead = (mean, root @ root.mT / 16, count) if groups else None
+    hidden = (one.masked_fill(~valid, torch.nan) for one in (unlike, memory))
+    got = z_scores.needed_scores(*hidden, hide(keys, valid), hide(values, valid), valid, ahead, 0.3)
+    close(got, specified, 3e-6)
     assert (got[~valid] == 0).all()
 
 
@@ -478,10 +485,11 @@ def test_leverage_any_case(num, size, kind, method, centre, dtype, seed):
         assert (got - exact).abs().max() < 1e-3
 
 
-def test_who_is_not_asked_has_no_say():
-    asked = torch.rand(2, 20, generator=torch.Generator().manual_seed(2)) > 0.5
-    assert peaks(num=30, asking=20, asked=asked).any()
-    assert not peaks(num=30, asking=20, asked=torch.zeros_like(asked)).any()
+@pytest.mark.parametrize("every_", [1, 3, 8, 100])
+def test_who_is_not_asked_has_no_say(every_):
+    """Of more queries than a program compares, whose real ones lie anywhere."""
+    assert peaks(num=300, asking=250, every_=every_, kind="scattered").any()
+    assert not peaks(num=30, asking=20, kind="empty", every_=every_)[0].any()
 
 
 @pytest.mark.parametrize(

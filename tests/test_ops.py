@@ -165,14 +165,16 @@ CASES = {  # the name of the operator, and what is special about the case
     "decode_step without values with sinks": lambda b: step(sunk(vector()), b, correction="vector+moments"),
     "decode_step with a bias": lambda b: step(biased(layer()), b),
     "prefill_attention with a bias": lambda b: attend(biased(layer()), b),
-    "compact with a bias": lambda b: case(*compaction(T), block(), biased(layer()), make_spec(backend=b)),
+    "compact with a bias": lambda b: case(*compaction(T), block(), None, biased(layer()), make_spec(backend=b)),
     "evict with a bias": lambda b: shrink(biased(layer(ragged=True)), b, randn(B, HKV, 9)),
     "decode_step of int8 slots": lambda b: step(encoded(layer(), "int8"), b, order=1),
     "decode_step of fp8 slots": lambda b: step(encoded(layer(True, parts=4), "fp8"), b, correction="centroids"),
     "decode_step of int4 slots": lambda b: grouped(b, "int4"),
     "decode_step of k8v4 slots": lambda b: grouped(b, "k8v4"),
     "prefill_attention of fp8 slots": lambda b: attend(encoded(layer(), "fp8"), b, order=1),
-    "compact to int8 slots": lambda b: case(*compaction(T), block(), encoded(layer(), "int8"), make_spec(backend=b)),
+    "compact to int8 slots": lambda b: case(
+        *compaction(T), block(), None, encoded(layer(), "int8"), make_spec(backend=b)
+    ),
     "evict from fp8 slots": lambda b: shrink(encoded(layer(ragged=True), "fp8"), b, randn(B, HKV, 9)),
     "prefill_attention": lambda b: attend(layer(), b, order=1),
     "prefill_attention with sinks": lambda b: attend(sunk(layer(parts=5)), b, correction="centroids"),
@@ -209,8 +211,11 @@ CASES = {  # the name of the operator, and what is special about the case
         torch.rand(B, HKV, C), candidates()[0].flip(-1), torch.ones(B, HKV, C, dtype=torch.bool), remembering(True),
         make_spec(backend=b),
     ),
-    "compact": lambda b: case(*compaction(T), block(), layer(), make_spec(backend=b)),
-    "compact without a block": lambda b: case(*compaction(0), None, layer(), make_spec(backend=b)),
+    "compact": lambda b: case(*compaction(T), block(), None, layer(), make_spec(backend=b)),
+    "compact with a memory": lambda b: case(
+        *compaction(T), block(), torch.rand(B, HKV, C + T), remembering(), make_spec(backend=b)
+    ),
+    "compact without a block": lambda b: case(*compaction(0), None, None, layer(), make_spec(backend=b)),
     "evict": lambda b: shrink(layer(), b, randn(B, HKV, C)),
     "evict what is chosen": lambda b: shrink(layer(), b, randn(B, HKV, C), True),
     "evict from unequal heads": lambda b: shrink(layer(ragged=True), b, randn(B, HKV, 9)),
@@ -231,7 +236,6 @@ CASES = {  # the name of the operator, and what is special about the case
     "noncausal_attention_mass with sinks": lambda b: case(
         randn(B, HKV * G, C, D), randn(B, HKV, C, D), 0.3, 4, sink_logits=randn(HKV * G), backend=b
     ),
-    "every_query": lambda b: case(randn(B, HKV * G, T, D), candidates()[1], 2, backend=b),
     "pool_scores": lambda b: case(torch.rand(B, HKV, C), 3, *candidates(), backend=b),
     "chunk_mean": lambda b: case(torch.rand(B, HKV, C), 4, *candidates(), backend=b),
     "peaks_to_keep": lambda b: case(
@@ -239,7 +243,7 @@ CASES = {  # the name of the operator, and what is special about the case
     ),
     "peak_attention": lambda b: case(
         randn(B, HKV * G, T, D), randn(B, HKV, C, D), 0.3, valid=candidates()[1],
-        asked=torch.ones(B, T, dtype=torch.bool), sink_logits=randn(HKV * G), backend=b,
+        every=2, sink_logits=randn(HKV * G), backend=b,
     ),
     "most_attended": lambda b: case(
         randn(B, HKV * G, T, D), randn(B, HKV, C, D), randn(B, HKV * G, T), 0.3, backend=b
@@ -257,7 +261,11 @@ CASES = {  # the name of the operator, and what is special about the case
         valid=candidates()[1], backend=b
     ),
     "needed_scores": lambda b: case(
-        randn(B, HKV, C), randn(B, HKV, C, seed=1), torch.rand(B, HKV, C), candidates()[1], backend=b
+        randn(B, HKV, C), torch.rand(B, HKV, C), *pairs(C), candidates()[1], None, 0.3, backend=b
+    ),
+    "needed_scores of queries to come": lambda b: case(
+        randn(B, HKV, C), torch.rand(B, HKV, C), *pairs(C), candidates()[1],
+        (randn(B, HKV * G, 1, D), randn(B, HKV * G, D, D), torch.ones(B, 1, 1, dtype=torch.int64)), 0.3, backend=b
     ),
     "z_scores": lambda b: case(randn(3, B, HKV, C), candidates()[1], backend=b),
     "select_each": lambda b: case(
@@ -342,7 +350,7 @@ def sorted_slots(state):
     """Tokens in order of position, and zeros where nothing is stored."""
     state, slots = copied(state), state.exact
     order = torch.where(slots.valid, slots["positions"], C + T + 1).argsort(-1)
-    for name in slots.moving():
+    for name in (*slots.moving(), *["memory"] * (slots.memory is not None)):
         (rows,) = slots.stored(name)
         rows = rows.flatten(3) if rows.dim() > 3 else rows[..., None]
         rows = rows.gather(2, order[..., None].expand_as(rows)).masked_fill(~slots.valid[..., None], 0)

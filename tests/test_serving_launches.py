@@ -25,8 +25,8 @@ LAUNCHES = {  # of a step in which prompts begin, of one that reads their ends, 
     ("keydiff", "calibrated"): (11, 12, 5),
     ("momentkv", "uniform"): (10, 16, 4),
     ("snapkv", "uniform"): (9, 14, 3),
-    ("fastkv", "uniform"): (22, 24, 9),
-    ("fastkv", "calibrated"): (23, 26, 9),
+    ("fastkv", "uniform"): (18, 20, 9),
+    ("fastkv", "calibrated"): (19, 22, 9),
 }
 
 

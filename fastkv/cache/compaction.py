@@ -29,11 +29,13 @@ def store(
         _count(state, signals, num)
         key_only.store(state, signals, selection, rule, full=full)
     elif exact.starts is None:
-        ops.compact(signals.valid, selection, _newest(signals, num), state, rule.spec)
+        known = None if exact.memory is None else signals.memory
+        ops.compact(signals.valid, selection, _newest(signals, num), known, state, rule.spec)
     else:
         _store_in_slabs(state, signals, selection, num, rule, full)
     if state.approx is None:  # else `key_only.place` has put everything where tokens lie
         exact.filled = exact.limit - layout.spare if full else exact.filled + num
+    if exact.starts is not None and state.approx is None:
         memorise(state, signals, rule)
     if state.approx is not None or exact.starts is not None:  # else all is done that a new block asks for
         for slots in state.tiers.values():  # what they receive is added up anew
@@ -66,7 +68,7 @@ def _store_in_slabs(
         _count(state, signals, num)
     else:  # signals are decoded, and know no bias: what is stored moves as it is
         rows, block = exact.equal(exact.filled, room=num), _newest(signals, num)
-    ops.compact(signals.valid, selection, block, LayerState(rows, state.seen, state.moments), rule.spec)
+    ops.compact(signals.valid, selection, block, None, LayerState(rows, state.seen, state.moments), rule.spec)
     assert exact.starts is not None
     if full and layout.adaptive:
         counts = rule.plan.parallel.gather(selection.counts)

@@ -295,12 +295,23 @@ def remember(
     join(parts, new_keys, new_values, gone.gather(2, index))
 
 
-def peak_attention(q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, **given: Any) -> Tensor:
+def peak_attention(
+    q: Tensor,
+    keys: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    *,
+    valid: Tensor,
+    every: int,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
     """`reference.peak_attention`, with the logits of few queries at a time, which never leave a core's cache."""
     if not finds_peaks(q):
-        return reference.peak_attention(q, keys, scale, softcap, **given)
-    reference.check_peak(q, keys, given["valid"])
-    return peaks(q, keys, scale, softcap, **given)
+        given = {"valid": valid, "every": every, "sink_logits": sink_logits}
+        return reference.peak_attention(q, keys, scale, softcap, **given)  # type: ignore[arg-type]
+    reference.check_peak(q, keys, valid)
+    chosen, asked = reference.every_query(q, valid, every)
+    return peaks(chosen, keys, scale, softcap, valid, asked, sink_logits)
 
 
 def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: float | None = None) -> Tensor:

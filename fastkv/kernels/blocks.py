@@ -18,6 +18,7 @@ from ._arguments import View
 from ._launch import check_like, pow2
 
 ROWS, BLOCK = 64, 2048  # tokens of a program; of a mask at once
+SCAN, STEP = tl.constexpr(1024), tl.constexpr(64)  # tokens of a mask that are counted, and compared with ranks, at once
 
 
 class Heads(NamedTuple):
@@ -57,6 +58,28 @@ def _real_before(valid_ptr, first, T, BLOCK: tl.constexpr):
         total += real
         before += tl.where(index < first, real, 0)
     return tl.sum(before, 0), tl.sum(total, 0)
+
+
+@triton.jit
+def _of_rank(valid_ptr, rank, least, most, T):
+    """Places in a row [T] of bytes of the real tokens of some ranks, all of which are between least and most."""
+    low, high, before = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for start in range(0, T, SCAN):
+        index = start + tl.arange(0, SCAN)
+        real = (tl.load(valid_ptr + index, mask=index < T, other=0) != 0).to(tl.int32)
+        until = before + tl.cumsum(real, 0)
+        low += tl.sum(((index < T) & (until <= least)).to(tl.int32), 0)
+        high += tl.sum(((index < T) & (until <= most)).to(tl.int32), 0)
+        before += tl.sum(real, 0)
+    before = tl.maximum(least, 0)
+    place = low + tl.zeros(rank.shape, tl.int32)
+    for start in range(low, high + 1, STEP):
+        index = start + tl.arange(0, STEP)
+        real = (tl.load(valid_ptr + index, mask=index < T, other=0) != 0).to(tl.int32)
+        until = before + tl.cumsum(real, 0)
+        place += tl.sum((until[None, :] <= rank[:, None]).to(tl.int32), 1)
+        before += tl.sum(real, 0)
+    return place
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -29,7 +29,6 @@ from .key_scores import keydiff_scores as keydiff_scores
 from .key_scores import manifold_scores as manifold_scores
 from .noncausal_mass import noncausal_attention_mass as noncausal_attention_mass
 from .peak_attention import chunk_mean as chunk_mean
-from .peak_attention import every_query as every_query
 from .peak_attention import most_attended as most_attended
 from .peak_attention import peak_attention as peak_attention
 from .peak_attention import peaks_to_keep as peaks_to_keep

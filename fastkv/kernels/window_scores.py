@@ -25,7 +25,7 @@ from ..errors import FastKVError, check_groups, check_shape
 from ._arguments import Scaling, View
 from ._attention import LOG2E, _add_sink, _bias2, _dot, _logits2
 from ._launch import check_head_dim, check_like, pow2, stages
-from .blocks import _real_before
+from .blocks import SCAN, _of_rank, _real_before
 
 # padded head_dim: (keys per tile, warps, stages)
 BLOCKS = {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 4, 3), 256: (32, 8, 2), 512: (32, 8, 1)}
@@ -33,7 +33,6 @@ MAX_ROWS = 64  # queries times heads per tile
 LEAST_KEYS = 512  # of a split
 MAX_SPLITS = 32  # of all tiles of rows together
 NOWHERE = tl.constexpr(2**31 - 1)  # the position of what is not a token: after every query
-SCAN, STEP = tl.constexpr(1024), tl.constexpr(64)  # tokens of a block that are counted, and compared, at once
 
 
 class Known(NamedTuple):
@@ -115,29 +114,6 @@ def _biases(bias_ptr, head_start, first, high, BLOCK_N: tl.constexpr):
         return _bias2(bias_ptr + head_start, index, index < high)
 
 
-@triton.jit
-def _tokens(valid_ptr, query, W, T):
-    """The tokens of a block [T] of bytes that its last W real ones are, -1 where there are fewer; and how many are."""
-    _, total = _real_before(valid_ptr, 0, T, SCAN)
-    low, high, before = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
-    for start in range(0, T, SCAN):  # they lie in [low, high]
-        index = start + tl.arange(0, SCAN)
-        real = (tl.load(valid_ptr + index, mask=index < T, other=0) != 0).to(tl.int32)
-        until = before + tl.cumsum(real, 0)
-        low += tl.sum(((index < T) & (until <= total - W)).to(tl.int32), 0)
-        high += tl.sum(((index < T) & (until < total)).to(tl.int32), 0)
-        before += tl.sum(real, 0)
-    rank, before = total - W + query, tl.maximum(total - W, 0)
-    token = low + tl.zeros(query.shape, tl.int32)
-    for start in range(low, high + 1, STEP):
-        index = start + tl.arange(0, STEP)
-        real = (tl.load(valid_ptr + index, mask=index < T, other=0) != 0).to(tl.int32)
-        until = before + tl.cumsum(real, 0)
-        token += tl.sum((until[None, :] <= rank[:, None]).to(tl.int32), 1)
-        before += tl.sum(real, 0)
-    return tl.where((rank >= 0) & (query < W), token, -1), tl.minimum(total, W)
-
-
 @triton.jit(do_not_specialize=["W", "T", "N"])  # the length of a prompt
 def _lse_kernel(
     q: View, keys: View, known: Known, parts: Parts, scaling: Scaling, W, T, N, keys_per_split, TILE: tl.constexpr
@@ -149,11 +125,15 @@ def _lse_kernel(
     head = tl.program_id(2).to(tl.int64)
     batch, kv = head // HEADS, head % HEADS
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    token, queried = _tokens(known.valid_ptr + batch * HEADS * N + N - T, row // G, W, T)
+    block_ptr = known.valid_ptr + batch * HEADS * N + N - T
+    _, real = _real_before(block_ptr, 0, T, SCAN)
+    rank = real - W + row // G
+    token = _of_rank(block_ptr, rank, real - W, real - 1, T)
+    token = tl.where((rank >= 0) & (row < W * G), token, -1)
     if (tl.program_id(0) == 0) & (kv == 0):
         tl.store(parts.tokens_ptr + batch * W + row // G, token, mask=(row % G == 0) & (row < W * G))
         if tl.program_id(1) == 0:
-            tl.store(parts.queried_ptr + batch, queried.to(tl.float32))
+            tl.store(parts.queried_ptr + batch, tl.minimum(real, W).to(tl.float32))
     low = tl.program_id(0) * keys_per_split
     high = tl.minimum(low + keys_per_split, N)
     top = tl.full([ROWS], -float("inf"), tl.float32)

@@ -362,15 +362,6 @@ def leverage_scores(
 noncausal_attention_mass = opaque(_of_second)(by_keyword(reference.noncausal_attention_mass))
 
 
-def _every(queries: Tensor, valid: Tensor, every: int, *rest: Any) -> tuple[Tensor, Tensor]:
-    batch, heads, num, dim = queries.shape
-    chosen = queries.new_empty(batch, heads, -(-num // every), dim)
-    return chosen, valid.new_empty(batch, chosen.shape[2])
-
-
-# Kernel: one launch.
-every_query = opaque(_every)(by_keyword(reference.every_query))
-
 # Kernel: two launches each, and a sort of many candidates.
 pool_scores = opaque(lambda scores, *rest: torch.empty_like(scores))(by_keyword(reference.pool_scores))
 chunk_mean = opaque(lambda scores, *rest: torch.empty_like(scores))(by_keyword(reference.chunk_mean))
@@ -424,7 +415,7 @@ expected_attention = opaque(lambda keys, *rest: keys.new_empty(keys.shape[:3], d
     by_keyword(reference.expected_attention)
 )
 
-# Kernel: one launch.
+# Kernel: one launch; two for queries to come, without copies of keys.
 needed_scores = opaque(lambda unlike, *rest: torch.empty_like(unlike))(by_keyword(reference.needed_scores))
 
 # Kernel: one launch.

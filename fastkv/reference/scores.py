@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from ..errors import FastKVError, check_groups, check_shape
 from ..rotary import Rotary
 from .attention import biased, grouped_logits, masked_softmax
-from .gather import rows_at
 from .moments import compute_dtype
 from .selection import in_order
 
@@ -375,17 +374,6 @@ def expected_attention(
     return torch.where(count > 0, known, 0)
 
 
-def every_query(queries: Tensor, valid: Tensor, every: int) -> tuple[Tensor, Tensor]:
-    """One of so many queries of a block, wherever padding is, and which of the chosen are real.
-
-    Args: queries [B, Hq, T, D], of the last T of N candidates; valid [B, Hkv, N], of which the first head's counts.
-    Returns: [B, Hq, T / every, D] and [B, T / every] bool.
-    """
-    real = valid[:, 0, -queries.shape[2] :]
-    chosen = (~real).to(torch.uint8).argsort(dim=-1, stable=True)[:, ::every]
-    return rows_at(queries, chosen[:, None].expand(-1, queries.shape[1], -1)), real.gather(1, chosen)
-
-
 def peaks_to_keep(most: Tensor, values: Tensor, memory: Tensor, positions: Tensor, valid: Tensor, pool: int) -> Tensor:
     """The largest attention of any query times |v|, over neighbours, or what is remembered if that is more.
 
@@ -405,13 +393,25 @@ def known_or_mean(memory: Tensor, valid: Tensor) -> Tensor:
     return torch.where(known, score, mean)
 
 
-def needed_scores(unlike: Tensor, memory: Tensor, expected: Tensor | None, valid: Tensor) -> Tensor:
+def needed_scores(
+    unlike: Tensor,
+    memory: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    valid: Tensor,
+    ahead: tuple[Tensor, Tensor, Tensor] | None,
+    scale: float,
+) -> Tensor:
     """The sum of z-scores of what says that a token may be needed: `unlike`, `known_or_mean` of the memory, and the log
-    of what is `expected`, if that is known. All [B, Hkv, N] fp32, the result too.
+    of what is expected.
+
+    Args: unlike, memory, valid [B, Hkv, N]; the rest as in `expected_attention`, of which `ahead` has mean, covariance
+        and count, None where nothing is known of queries.
+    Returns: [B, Hkv, N] fp32, 0 where not valid.
     """
     reasons = [unlike, known_or_mean(memory, valid)]
-    if expected is not None:
-        reasons.append(expected.clamp(min=TINY).log())
+    if ahead is not None:
+        reasons.append(expected_attention(keys, values, *ahead, scale, 0.0, valid=valid).clamp(min=TINY).log())
     score, *others = z_scores(torch.stack(reasons), valid)
     for other in others:
         score = score + other

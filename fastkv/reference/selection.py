@@ -153,7 +153,12 @@ def candidates(
 
 
 def compact(
-    valid: Tensor, selection: Selection, block: tuple[Tensor, Tensor, Tensor] | None, state: LayerState, spec: Spec
+    valid: Tensor,
+    selection: Selection,
+    block: tuple[Tensor, Tensor, Tensor] | None,
+    known: Tensor | None,
+    state: LayerState,
+    spec: Spec,
 ) -> None:
     """Merge the candidates that were not selected into the moments and move the selected ones to the front, in place.
 
@@ -161,7 +166,8 @@ def compact(
     many slots. The tokens of a block are seen from then on, and what slots receive is counted anew.
 
     Args: valid [B, Hkv, N] bool, N = S + T: which of the first S slots and of the block are tokens; selection: made
-        over them; block: k, v [B, Hkv, T, D] and positions [B, Hkv, T] of new tokens, None for none.
+        over them; block: k, v [B, Hkv, T, D] and positions [B, Hkv, T] of new tokens, None for none; known: a number
+        of each candidate, which becomes the memory of the selected ones, [B, Hkv, N] fp32, or None.
     """
     slots, moments = state.exact, state.moments
     used = valid.shape[-1] - (0 if block is None else block[0].shape[2])
@@ -176,6 +182,11 @@ def compact(
         every = {name: joined(every[name], new) for name, new in slots.encoded(*block).items()}
     moments.copy_(gone)
     index = in_order(every["positions"], selection.kept)[..., : slots.keys.shape[2]]
+    if known is not None:
+        assert slots.memory is not None
+        used = torch.arange(index.shape[-1], device=index.device) < selection.counts[..., None]
+        slots.memory.zero_()
+        slots.memory[:, :, : index.shape[-1]] = torch.where(used, known.gather(-1, index), 0)
     for name, rows in slots.moving().items():
         rows[:, :, : index.shape[-1]] = rows_at(every[name], index)
     slots.lengths.copy_(selection.counts)
@@ -214,10 +225,10 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     valid = torch.arange(num, device=scores.device) < slots.lengths[..., None]
     chosen = select_slots(scores, state, spec) if kept is None else Selection(kept, kept.sum(-1))
     if slots.starts is None:
-        compact(valid, chosen, None, state, spec)
+        compact(valid, chosen, None, None, state, spec)
         return
     equal = slots.equal(num)
-    compact(valid, chosen, None, LayerState(equal, state.seen, state.moments), spec)
+    compact(valid, chosen, None, None, LayerState(equal, state.seen, state.moments), spec)
     pack(slots.starts, zip(slots.moving().values(), equal.moving().values()))
 
 

@@ -174,7 +174,7 @@ def compacting(dim: int, slots: str = "model", **made):
     def call(state):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(compact_module, "ROWS_PER_SPLIT", num // 2)
-            operations.compact(valid, Selection(kept, kept.sum(-1)), (*block, places), state, make_spec())
+            operations.compact(valid, Selection(kept, kept.sum(-1)), (*block, places), None, state, make_spec())
         return ()
 
     return Problem(state, call, Workspace.for_state(HEADS * G, state))
