@@ -183,12 +183,8 @@ def signals(dim: int, **kept: Any) -> None:
 
 
 def reading(dim: int, **kept: Any) -> None:
-    """What becomes of the tokens of an engine, and what a layer chooses from."""
+    """What a layer chooses from."""
     state, _ = layer(dim, **kept)
-    q, k, v = (new(2 * BLOCK, heads, dim, dtype=state.exact.dtype) for heads in (32, 8, 8))
-    operations.blocks_of(q, k, v, new(2, BLOCK, dtype=torch.int64))
-    own = [new(2 * BLOCK, dtype=torch.int64) for _ in range(3)]
-    operations.of_blocks(new(2, 32, BLOCK, dim, dtype=q.dtype), *own, q)
     _, k, v = block(state, BLOCK, 4, dim)
     exact, given = state.exact, (k, v, mask(1, BLOCK), state.seen)
     for memory in (new(*exact.positions.shape), None):
@@ -196,10 +192,15 @@ def reading(dim: int, **kept: Any) -> None:
 
 
 def rows(dim: int, **kept: Any) -> None:
-    """Copies of pages, and back."""
+    """Copies of pages, alone and with the tokens of an engine, and back."""
     state, rule = layer(dim, rows=True, **kept)
-    with mock.patch.object(ops, "copy_rows", operations.copy_rows):
-        ops.put(state, ops.taken(state, rule, equal=True))
+    moves = ("copy_rows", "read_rows", "write_rows")
+    with mock.patch.multiple(ops, **{name: getattr(operations, name) for name in moves}):
+        ops.taken(state, rule, equal=True)
+        q, k, v = (new(2 * BLOCK, heads, dim, dtype=state.exact.dtype) for heads in (32, 8, 8))
+        own, q, k, v = ops.read(state, rule, q, k, v, new(state.batch, BLOCK, dtype=torch.int64), True)
+        places = [new(2 * BLOCK, dtype=torch.int64) for _ in range(3)]
+        ops.write(state, own, q, *places, new(2 * BLOCK, 32, dim, dtype=q.dtype))
 
 
 def memorise(dim: int, **kept: Any) -> None:

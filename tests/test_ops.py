@@ -112,6 +112,12 @@ def stored(num, memory=True):
     return *[*known][: 3 + memory], *[None] * (not memory), exact.lengths
 
 
+def moved():
+    """Two rows of three pages, of which there is one stretch of 8 bytes."""
+    pages, copy = torch.arange(96, dtype=torch.uint8).view(3, 32), torch.arange(16, dtype=torch.uint8)
+    return pages, copy, torch.tensor([[0], [8], [0], [8], [0], [4]]), None, torch.tensor([2, 1]), 1, 1, 2048
+
+
 def compaction(new):
     """Which of the slots and of `new` further tokens are tokens, and which of them stay."""
     valid = torch.arange(C + new) < torch.tensor([[[9], [4]]])
@@ -185,23 +191,19 @@ CASES = {  # the name of the operator, and what is special about the case
     ),
     "slot_signals": lambda b: case(candidates()[0], layer(parts=5), make_spec(spare=3, sinks=1, recent=2, backend=b)),
     "slot_signals of less": lambda b: case(candidates()[0], layer(attention=False), make_spec(spare=3, backend=b)),
-    "blocks_of": lambda b: case(
-        randn(7, HKV * G, D), randn(7, HKV, D), randn(7, HKV, D, seed=1), torch.tensor([[0, 1, 2], [5, 6, 5]]),
-        backend=b,
-    ),
-    "of_blocks": lambda b: case(
-        randn(2, HKV * G, 3, D), torch.tensor([0, 1, 2, 5, 6]), torch.tensor([0, 0, 0, 1, 1]),
-        torch.tensor([0, 1, 2, 0, 1]), torch.zeros(7, HKV * G, D), backend=b,
-    ),
     "candidates": lambda b: case(
         *stored(C), *block()[:2], torch.tensor([[False, True, True]]), torch.tensor([16]), 2, 5, backend=b
     ),
     "candidates of a first block": lambda b: case(
         *stored(0, False), *block()[:2], torch.tensor([[True, True, False]]), torch.tensor([0]), 1, 1, backend=b
     ),
-    "copy_rows": lambda b: case(
-        torch.arange(96, dtype=torch.uint8).view(3, 32), torch.zeros(16, dtype=torch.uint8),
-        torch.tensor([[0], [8], [0], [8], [0], [4]]), None, torch.tensor([2, 1]), 1, 1, 2048, False,
+    "copy_rows": lambda b: case(*moved()),
+    "read_rows": lambda b: case(
+        randn(7, HKV * G, D), randn(7, HKV, D), randn(7, HKV, D, seed=1), torch.tensor([[0, 1, 2], [5, 6, 5]]), *moved()
+    ),
+    "write_rows": lambda b: case(
+        randn(2, HKV * G, 3, D), torch.tensor([0, 1, 2, 5, 6]), torch.tensor([0, 0, 0, 1, 1]),
+        torch.tensor([0, 1, 2, 0, 1]), torch.zeros(7, HKV * G, D), *moved(),
     ),
     "memorise": lambda b: case(
         torch.rand(B, HKV, C), candidates()[0].flip(-1), torch.ones(B, HKV, C, dtype=torch.bool), remembering(),

@@ -21,12 +21,12 @@ from .test_serving_batch import described, only
 
 HQ, HKV, DIM, BLOCK, EVERY = 8, 2, 32, 64, 16
 LAUNCHES = {  # of a step in which prompts begin, of one that reads their ends, before one where an eviction is due
-    ("keydiff", "uniform"): (9, 12, 5),
-    ("keydiff", "calibrated"): (11, 12, 5),
-    ("momentkv", "uniform"): (10, 16, 4),
-    ("snapkv", "uniform"): (9, 14, 3),
-    ("fastkv", "uniform"): (18, 20, 9),
-    ("fastkv", "calibrated"): (19, 22, 9),
+    ("keydiff", "uniform"): (7, 10, 5),
+    ("keydiff", "calibrated"): (9, 10, 5),
+    ("momentkv", "uniform"): (8, 14, 4),
+    ("snapkv", "uniform"): (7, 12, 3),
+    ("fastkv", "uniform"): (16, 18, 9),
+    ("fastkv", "calibrated"): (17, 20, 9),
 }
 
 

@@ -17,10 +17,10 @@ from . import select as selection
 from . import slot_signals as slots
 from . import vector_decode as vector
 from ._launch import Workspace, WorkspaceRoom, num_sms
-from .blocks import blocks_of as blocks_of
 from .blocks import candidates as candidates
 from .blocks import copy_rows as copy_rows
-from .blocks import of_blocks as of_blocks
+from .blocks import read_rows as read_rows
+from .blocks import write_rows as write_rows
 from .compact import compact as compact
 from .evict import evict as evict
 from .expected_attention import expected_attention as expected_attention

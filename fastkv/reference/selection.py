@@ -184,9 +184,9 @@ def compact(
     index = in_order(every["positions"], selection.kept)[..., : slots.keys.shape[2]]
     if known is not None:
         assert slots.memory is not None
-        used = torch.arange(index.shape[-1], device=index.device) < selection.counts[..., None]
+        there = torch.arange(index.shape[-1], device=index.device) < selection.counts[..., None]
         slots.memory.zero_()
-        slots.memory[:, :, : index.shape[-1]] = torch.where(used, known.gather(-1, index), 0)
+        slots.memory[:, :, : index.shape[-1]] = torch.where(there, known.gather(-1, index), 0)
     for name, rows in slots.moving().items():
         rows[:, :, : index.shape[-1]] = rows_at(every[name], index)
     slots.lengths.copy_(selection.counts)
