@@ -334,8 +334,8 @@ def read_rows(
     grid = programs + triton.cdiv(length, ROWS) * (heads.Q + heads.KV), batch
     if batch:
         _read_kernel[grid](
-            Rows(pages, copy, table, starts, rows), *views, Blocks(made[0], made[1], made[2], tokens), pages.stride(0), slots, batch,
-            programs, length, FIELDS=table.shape[1], BLOCK=block, HEADS=heads, ROWS=ROWS,
+            Rows(pages, copy, table, starts, rows), *views, Blocks(made[0], made[1], made[2], tokens), pages.stride(0),
+            slots, batch, programs, length, FIELDS=table.shape[1], BLOCK=block, HEADS=heads, ROWS=ROWS,
         )  # fmt: skip
     return made[0], made[1], made[2]
 
