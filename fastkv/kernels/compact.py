@@ -425,6 +425,9 @@ def compact(
     changed = ("lengths", *["attention"] * (block is not None), *["memory"] * (known is not None))
     counted = StatePointers.of(slots, *changed, seen=None if block is None else state.seen)
     check_like(op, valid.shape, known=known)
+    for name in ("attention", "memory"):
+        if (numbers := getattr(slots, name)) is not None:
+            check_shape(op, name, numbers, (None, heads, capacity))
     page = check_rows(op, state, held, changing, counted)
     assert 0 <= used <= capacity and k.stride(-1) == v.stride(-1) == 1
     if not num or not batch:

@@ -161,6 +161,7 @@ def compacting(dim: int, slots: str = "model", **made):
     state = layer(dim, False, **made)
     state.exact.keys, state.exact.values = normal(2, BATCH, HEADS, room, dim)
     state.exact.positions = torch.rand(BATCH, HEADS, room).argsort(-1).int()
+    state.exact.attention = torch.ones(BATCH, HEADS, room)
     state.exact.limit = room
     state = encoded(state, slots)
     state.moments.slope = torch.zeros(BATCH, HEADS, dim, dim, dtype=torch.float16)
