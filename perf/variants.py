@@ -27,7 +27,7 @@ import fastkv.kernels
 from fastkv import ops
 from fastkv.cache.pages import PageFormat
 from fastkv.errors import FastKVError
-from fastkv.kernels import _flash, operations, select, window_scores
+from fastkv.kernels import _flash, operations, select
 from fastkv.reference import Centroids, LayerState, Recovery, Selection, Spec
 from fastkv.reference.slots import Codec, RowFormat
 from fastkv.rotary import Rotary
@@ -41,7 +41,7 @@ FOUR = ("int4", "k8v4")  # whose values are packed
 # Kernels that read nothing else, a few bytes at a time.
 NUMBERS = (
     "_flash.runs slot_signals.key slot_signals.memorise slot_signals.rank peak_attention.pool blocks.copy "
-    "z_scores.needed window_scores.merge expected_attention.sum expected_attention.weight z_scores.z"
+    "z_scores.needed expected_attention.sum expected_attention.weight z_scores.z"
 ).split()
 LEAVING = ("evict.evict", "compact.moments", "compact.merge")
 PREFILL = "prefill_attention.prefill"
@@ -140,14 +140,16 @@ def prefill(dim: int, groups: int = 4, flash: bool = False, **kept: Any) -> None
         operations.prefill_attention(*block(state, BLOCK, groups, dim), mask(state.batch, BLOCK), state, rule)
 
 
-def compact(dim: int, length: int = 512, **kept: Any) -> None:
+def compact(dim: int, length: int = 512, known: bool = False, **kept: Any) -> None:
     """What leaves after a block of that length."""
     state, rule = layer(dim, **kept)
     shape = candidates(state, length)
     chosen = Selection(mask(*shape), new(*shape[:2], dtype=torch.int64))
     _, k, v = block(state, length, 1, dim)
     positions = new(*k.shape[:3], dtype=torch.int32)
-    operations.compact(mask(*shape), chosen, (k, v, positions), state, rule)
+    if known:
+        state.exact.memory = new(*state.exact.positions.shape)
+    operations.compact(mask(*shape), chosen, (k, v, positions), new(*shape) if known else None, state, rule)
 
 
 def evict(dim: int, chosen: bool = False, **kept: Any) -> None:
@@ -173,12 +175,8 @@ def signals(dim: int, **kept: Any) -> None:
 
 
 def reading(dim: int, **kept: Any) -> None:
-    """What becomes of the tokens of an engine, and what a layer chooses from."""
+    """What a layer chooses from."""
     state, _ = layer(dim, **kept)
-    q, k, v = (new(2 * BLOCK, heads, dim, dtype=state.exact.dtype) for heads in (32, 8, 8))
-    operations.blocks_of(q, k, v, new(2, BLOCK, dtype=torch.int64))
-    own = [new(2 * BLOCK, dtype=torch.int64) for _ in range(3)]
-    operations.of_blocks(new(2, 32, BLOCK, dim, dtype=q.dtype), *own, q)
     _, k, v = block(state, BLOCK, 4, dim)
     exact, given = state.exact, (k, v, mask(1, BLOCK), state.seen)
     for memory in (new(*exact.positions.shape), None):
@@ -186,10 +184,15 @@ def reading(dim: int, **kept: Any) -> None:
 
 
 def rows(dim: int, **kept: Any) -> None:
-    """Copies of pages, and back."""
+    """Copies of pages, alone and with the tokens of an engine, and back."""
     state, rule = layer(dim, rows=True, **kept)
-    with mock.patch.object(ops, "copy_rows", operations.copy_rows):
-        ops.put(state, ops.taken(state, rule, equal=True))
+    moves = ("copy_rows", "read_rows", "write_rows")
+    with mock.patch.multiple(ops, **{name: getattr(operations, name) for name in moves}):
+        ops.taken(state, rule, equal=True)
+        q, k, v = (new(2 * BLOCK, heads, dim, dtype=state.exact.dtype) for heads in (32, 8, 8))
+        own, q, k, v = ops.read(state, rule, q, k, v, new(state.batch, BLOCK, dtype=torch.int64), True)
+        places = [new(2 * BLOCK, dtype=torch.int64) for _ in range(3)]
+        ops.write(state, own, q, *places, new(2 * BLOCK, 32, dim, dtype=q.dtype))
 
 
 def memorise(dim: int, **kept: Any) -> None:
@@ -211,8 +214,10 @@ def residuals(dim: int, attention: bool = True, dtype: str = "bf16", **kept: Any
 def standard() -> None:
     """z-scores of three scores of each candidate, and their sum."""
     operations.z_scores(new(3, 1, 8, 4096), mask(1, 8, 4096))
-    operations.needed_scores(*new(3, 1, 8, 4096), mask(1, 8, 4096))
-    operations.needed_scores(*new(2, 1, 8, 4096), None, mask(1, 8, 4096))
+    keys = new(1, 8, 4096, 128, dtype=torch.bfloat16)
+    ahead = new(1, 32, 1, 128), new(1, 32, 128, 128), new(1, 1, 1, dtype=torch.int64)
+    for known in (ahead, None):
+        operations.needed_scores(*new(2, 1, 8, 4096), keys, keys, mask(1, 8, 4096), known, 0.1)
 
 
 def selected(length: int, masked: bool = False, ragged: bool = False) -> None:
@@ -244,13 +249,12 @@ SCORES: dict[str, Callable[..., Any]] = {
         queries(keys, 4096), keys, 0.1, chunk, mask=real if ordered else None, sink_logits=new(32) if sinks else None
     ),
     "peaks": lambda keys, real, sinks=False: operations.peak_attention(
-        queries(keys, BLOCK), keys, 0.1, valid=real, asked=mask(1, BLOCK), sink_logits=new(32) if sinks else None
+        queries(keys, BLOCK), keys, 0.1, valid=real, every=8, sink_logits=new(32) if sinks else None
     ),
     "unlike": lambda keys, real: operations.keydiff_scores(keys, "normalized_mean", mask=real, **before(keys)),
     "ahead": lambda keys, real: operations.queries_ahead(
         queries(keys, BLOCK), before(keys)["positions"], real, before(keys)["rotary"], 512, 4
     ),
-    "every": lambda keys, real: operations.every_query(queries(keys, BLOCK), real, 8),
     "kept": lambda keys, real: operations.peaks_to_keep(
         *new(1, *keys.shape[:3]), keys, new(*keys.shape[:3]), before(keys)["positions"], real, 3
     ),
@@ -258,10 +262,15 @@ SCORES: dict[str, Callable[..., Any]] = {
         keys, keys, *(new(1, 32, rows, keys.shape[-1]) for rows in (1, keys.shape[-1])),
         new(1, 1, 1, dtype=torch.int64), 0.1, 0.0, valid=real,
     ),
-    "window": lambda keys, real, bias=False, cap=False: window_scores.window_scores(
-        q=queries(keys, 32), keys=keys, scale=0.1, softcap=50.0 if cap else None,
-        positions=new(1, 8, 4096, dtype=torch.int32), query_positions=new(1, 32, dtype=torch.int64), valid=real,
-        query_valid=mask(1, 32), log_mass=new(1, 32, 32), bias=new(1, 8, 4096) if bias else None,
+    "window": lambda keys, real, bias=False, cap=False: operations.observed_attention(
+        queries(keys, BLOCK), keys, before(keys)["positions"], real, 0.1, 50.0 if cap else None, window=32,
+        log_mass=new(1, 32, BLOCK), bias=new(1, 8, 4096) if bias else None,
+    ),
+    "pooled": lambda keys, real: operations.pool_scores(
+        new(*keys.shape[:3]), 7, before(keys)["positions"], real
+    ),
+    "chunked": lambda keys, real: operations.chunk_mean(
+        new(*keys.shape[:3]), 4, before(keys)["positions"], real
     ),
 }  # fmt: skip
 

@@ -90,25 +90,21 @@ def test_a_block_counts_what_came_before_it_as_often(backend, slab):
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
-@pytest.mark.parametrize("pool", [1, 3])
-def test_observed_attention_is_that_of_as_many_copies(backend, pool):
+def test_observed_attention_is_that_of_as_many_copies(backend):
     q, keys = random(B, HQ, 4, D, seed=3, dtype=torch.float64), held(dtype=torch.float64).exact.keys
     positions = torch.arange(C, dtype=torch.int32).repeat(B, HKV, 1)
-    valid = positions < LENGTHS[..., None]
-    asked = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]], dtype=torch.bool)
-    places = LENGTHS.amax(-1)[:, None] + torch.arange(-4, 0)
-    given = {"query_positions": places, "query_valid": asked, "log_mass": random(B, HQ, 4, seed=6), "pool": pool}
-    bias = COPIES.double().log().repeat(B, 1, 1)
-    options = {"positions": positions, "valid": valid, "backend": backend, **given}
-    one = [part.float() if part.is_floating_point() else part for part in (q, keys, bias)]
-    found = ops.observed_attention(one[0], one[1], D**-0.5, bias=one[2], **options)
-    owner = torch.stack([torch.arange(C).repeat_interleave(copies) for copies in COPIES]).expand(B, -1, -1)
-    many = keys.gather(2, owner[..., None].expand(-1, -1, -1, D))
-    options |= {"positions": positions.gather(2, owner), "valid": valid.gather(2, owner)}
-    each = ops.observed_attention(q, many, D**-0.5, **options | {"backend": "reference", "pool": 1})
+    valid = (positions < LENGTHS[..., None]) & (positions < C - 4)
+    valid[:, :, -4:] = torch.tensor([[[0, 1, 1, 1]], [[1, 1, 1, 1]]], dtype=torch.bool)
+    copies = COPIES.clone()
+    copies[:, -4:], copies[0, 4] = 1, 5  # of a block there is one each
+    given, bias = {"log_mass": random(B, HQ, 4, seed=6), "window": 3}, copies.double().log().repeat(B, 1, 1)
+    one = [part.float() for part in (q, keys, bias)]
+    found, _ = ops.observed_attention(*one[:2], positions, valid, D**-0.5, bias=one[2], backend=backend, **given)
+    owner = torch.stack([torch.arange(C).repeat_interleave(number) for number in copies]).expand(B, -1, -1)
+    many = keys.gather(2, owner[..., None].expand(-1, -1, -1, D)), positions.gather(2, owner), valid.gather(2, owner)
+    each, _ = ops.observed_attention(q, *many, D**-0.5, backend="reference", **given)
     want = torch.zeros(B, HKV, C, dtype=torch.float64).scatter_add_(-1, owner, each)
-    pooled = torch.nn.functional.avg_pool1d(want, pool, stride=1, padding=pool // 2)
-    torch.testing.assert_close(found.double()[valid], pooled[valid], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found.double()[valid], want[valid], atol=1e-6, rtol=1e-5)
 
 
 def biases(state):
@@ -140,7 +136,7 @@ def test_a_block_comes_with_no_bias(backend):
     positions = (LENGTHS.amax(-1)[:, None, None] + torch.arange(2)).expand(B, HKV, 2).int()
     valid = torch.cat([state.exact.valid, torch.ones(B, HKV, 2, dtype=torch.bool)], 2)
     kept = valid & (torch.arange(C + 2) % 2 == 0)
-    ops.compact(valid, Selection(kept, kept.sum(-1)), (*block, positions), state, make_spec(1.0, backend=backend))
+    ops.compact(valid, Selection(kept, kept.sum(-1)), (*block, positions), None, state, make_spec(1.0, backend=backend))
     for b, rows in enumerate(biases(state)):
         for head, row in enumerate(rows):
             new = {int(LENGTHS[b].max()) + i: 0.0 for i in range(2)}

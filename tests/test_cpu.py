@@ -157,7 +157,7 @@ def test_what_a_window_of_queries_gives(problem, num, mixed, dtype):
     visible = used[:, :, None] & (problem.positions[:, :, None] <= last[:, None, :, None]) & real[:, None, :, None]
     real &= visible.any(-1).all(1)
     mass = torch.randn(batch, heads * problem.groups, num, generator=problem.random) if mixed else None
-    found = cpu.window_attention(q, keys, SCALE, visible, real, mass)
+    found = cpu.window_attention(q, keys, SCALE, visible=visible, query_valid=real, log_mass=mass)
     exact = {"visible": visible, "query_valid": real, "log_mass": None if mass is None else mass.double()}
     close(found, reference.window_attention(q.double(), keys.double(), SCALE, **exact), 2e-5)
     assert found.dtype == torch.float32 and (found[~used] == 0).all()
@@ -290,12 +290,12 @@ def test_compiled_peaks_are_those_of_the_reference(batch, heads, groups, asking,
     generator = torch.Generator().manual_seed(seed)
     q, keys = (
         torch.randn(batch, some, rows, dim, generator=generator).to(dtype)
-        for some, rows in ((heads * groups, asking), (heads, num))
+        for some, rows in ((heads * groups, min(asking, num)), (heads, num))
     )
-    valid, asked = (torch.rand(shape, generator=generator) < 0.7 for shape in ((batch, heads, num), (batch, asking)))
+    valid = torch.rand(batch, heads, num, generator=generator) < 0.7
     keys[~valid] = float("nan")
     sink_logits = torch.randn(heads * groups, generator=generator) if sunk else None
-    given = {"valid": valid, "asked": asked, "sink_logits": sink_logits}
+    given = {"valid": valid, "every": 1 + seed % 3, "sink_logits": sink_logits}
     exact = reference.peak_attention(q.double(), keys.double(), SCALE, cap, **given)
     found = cpu.peak_attention(q, keys, SCALE, cap, **given)
     assert found.dtype == torch.float32 and not found[~valid].any()
@@ -397,7 +397,14 @@ def window(mixed):
     real = torch.tensor([[True] * 5, [False] * 3 + [True] * 2, [True] * 5])
     mass = torch.randn(3, 4, 5)
     return lambda rows: [
-        cpu.window_attention(q[rows], keys[rows], SCALE, visible[rows], real[rows], mass[rows] if mixed else None)
+        cpu.window_attention(
+            q[rows],
+            keys[rows],
+            SCALE,
+            visible=visible[rows],
+            query_valid=real[rows],
+            log_mass=mass[rows] if mixed else None,
+        )
     ]
 
 

@@ -87,7 +87,7 @@ class Case:
         protected = (positions < spec.sinks) | (positions >= state.seen[:, None, None] - spec.recent)
         selection = reference.select(self.scores, positions, valid, protected, spec.tokens)
         state.moments.slope = None
-        reference.compact(valid, selection, None, state, spec)
+        reference.compact(valid, selection, None, None, state, spec)
         return state
 
     def kernel(self, tokens, sinks=0, recent=0):

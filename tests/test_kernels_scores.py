@@ -105,28 +105,28 @@ def manifold(batch=2, heads=1, num=71, dim=64, dtype=torch.float32, kind="left",
 
 
 def window(batch=2, heads=1, groups=2, num=50, dim=64, dtype=torch.float32, kind="left", softcap=None, seed=0,
-           asking=8, mass=True, padding=True, size=1.0, scale=0.125):  # fmt: skip
+           asking=12, watched=8, mass=True, padding=True, size=1.0, scale=0.125, sink_logits=None):  # fmt: skip
     """The second row's first queries are padding; a query head of the first has evicted nothing."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, asking = torch.Generator().manual_seed(seed), min(asking, num)
     q = tokens(batch, heads * groups, asking, dim, dtype, seed + 1, size=size)
-    keys, valid = tokens(batch, heads, num, dim, dtype, seed + 2), make_mask(kind, batch, heads, num, seed)
-    positions = torch.rand(batch, heads, 2 * num, generator=generator).argsort(-1)[..., :num].to(torch.int32)
-    query_positions = torch.randint(0, 2 * num, (batch, asking), generator=generator)
-    query_valid = torch.ones(batch, asking, dtype=torch.bool)
-    query_valid[-1, : (asking + 1) // 2 if padding else 0] = False
+    keys = tokens(batch, heads, num, dim, dtype, seed + 2)
+    valid = every(make_mask(kind, batch, heads, num, seed), keys).clone()
+    valid[-1, :, num - asking : num - asking // 2 if padding else num - asking] = False
+    valid[:, :, num - asking :] = valid[:, :1, num - asking :]  # of a block as of its first head
+    positions = torch.rand(batch, 1, 2 * num, generator=generator).argsort(-1)[..., :num].to(torch.int32)
+    positions = positions.repeat(1, heads, 1)
     log_mass = torch.randn(batch, heads * groups, asking, generator=generator) if mass else None
     if mass:
         log_mass[0, 0] = -float("inf")
-    visible = every(valid, keys)[:, :, None] & (positions[:, :, None] <= query_positions[:, None, :, None])
-    got = window_scores.window_scores(
-        q=q, keys=hide(keys, valid), scale=scale, softcap=softcap, positions=positions,
-        query_positions=query_positions, valid=valid, query_valid=query_valid, log_mass=log_mass,
-    )  # fmt: skip
-    given = {"visible": visible, "query_valid": query_valid}
+    given = {"window": watched, "sink_logits": sink_logits}
+    rest = positions, valid, scale, softcap
+    got, queried = window_scores.observed_attention(q, hide(keys, valid), *rest, **given, log_mass=log_mass)
 
     def specified(to):
         known = None if log_mass is None else log_mass.to(to)
-        return reference.window_attention(q.to(to), keys.to(to), scale, softcap, **given, log_mass=known)
+        found, number = reference.observed_attention(q.to(to), keys.to(to), *rest, **given, log_mass=known)
+        assert torch.equal(number, queried)
+        return found
 
     close(got, specified)
 
@@ -175,30 +175,31 @@ def mass(batch=2, heads=1, groups=2, num=45, dim=64, dtype=torch.float32, kind="
 
 
 def peaks(batch=2, heads=1, groups=2, num=75, dim=64, dtype=torch.float32, kind="left", softcap=None, seed=0, asking=37,
-          asked=None, sink_logits=None, scale=0.125):  # fmt: skip
+          every_=2, sink_logits=None, scale=0.125):  # fmt: skip
+    asking = min(asking, num)
     q, keys = tokens(batch, heads * groups, asking, dim, dtype, seed), tokens(batch, heads, num, dim, dtype, seed + 1)
     valid = every(make_mask(kind, batch, heads, num, seed), keys)
-    asked = torch.ones(batch, asking, dtype=torch.bool) if asked is None else asked
-    keys, given = hide(keys, valid), {"valid": valid, "asked": asked, "sink_logits": sink_logits}
-    q[~asked[:, None].expand(q.shape[:3])] = 100.0
+    q[~valid[:, :1, num - asking :].expand(q.shape[:3])] = torch.nan
+    keys, given = hide(keys, valid), {"valid": valid, "every": every_, "sink_logits": sink_logits}
     got = peak_attention.peak_attention(q, keys, scale, softcap, **given)
     assert (got[~valid] == 0).all()
+    q = q.nan_to_num(100.0)
     return close(got, lambda to: reference.peak_attention(q.to(to), keys.to(to), scale, softcap, **given))
 
 
-def kept(batch=2, heads=2, groups=2, num=75, dim=64, dtype=torch.float32, kind="left", seed=0, pool=5, every_=3):
-    """Who is asked, and what becomes of the maxima; slots come in any order before the block."""
-    draw, asking = torch.Generator().manual_seed(seed), min(num, 41)
-    queries = tokens(batch, heads * groups, asking, dim, dtype, seed)
+def kept(batch=2, heads=2, groups=2, num=75, dim=64, dtype=torch.float32, kind="left", seed=0, pool=5):
+    """What becomes of the maxima; slots come in any order before the block."""
+    draw = torch.Generator().manual_seed(seed)
     valid = every(make_mask(kind, batch, heads, num, seed), tokens(batch, heads, num, dim))
-    got, asked = peak_attention.every_query(queries, valid, every_)
-    expected_queries, expected_asked = reference.every_query(queries, valid, every_)
-    assert torch.equal(got, expected_queries) and torch.equal(asked, expected_asked)
     most, memory = torch.rand(2, batch, heads, num, generator=draw)
     values, positions = tokens(batch, heads, num, dim, dtype, seed + 1), torch.randperm(num, generator=draw).int()
     given = values, memory, positions.expand(batch, heads, -1).contiguous(), valid, pool
     found = peak_attention.peaks_to_keep(most.masked_fill(~valid, torch.nan), hide(values, valid), *given[1:])
     close(found, lambda to: reference.peaks_to_keep(most.to(to), given[0].to(to), *given[1:]))
+    rest, real = (pool, *given[2:4]), valid.float()
+    for mean in ("pool_scores", "chunk_mean"):
+        found = getattr(peak_attention, mean)(most.masked_fill(~valid, torch.nan), *rest) * real
+        close(found.nan_to_num(0), lambda to, mean=mean: getattr(reference, mean)(most.to(to), *rest) * real)
 
 
 def attended(batch=2, heads=2, groups=3, num=75, dim=64, dtype=torch.float32, kind="none", softcap=None, seed=0):
@@ -226,12 +227,18 @@ TURNED = st.sampled_from([None, "halves", "part"])
 OWN = {  # what else is drawn for a kernel
     keydiff: {"anchor": st.sampled_from(ANCHORS), "distance": st.sampled_from(DISTANCES), "turned": TURNED},
     manifold: {"window": st.none() | st.integers(1, 22), "metric": st.sampled_from(geometry.METRICS)},
-    window: {"asking": st.integers(1, 5), "mass": st.booleans(), "padding": st.booleans(), "softcap": SOFTCAPS},
+    window: {
+        "asking": st.integers(1, 9),
+        "watched": st.none() | st.integers(1, 6),
+        "mass": st.booleans(),
+        "padding": st.booleans(),
+        "softcap": SOFTCAPS,
+    },
     ahead: {"turned": st.sampled_from(["halves", "part"])},
     expected: {},
     mass: {"chunk": st.integers(1, 22), "softcap": SOFTCAPS},
-    peaks: {"asking": st.integers(1, 9), "softcap": SOFTCAPS},
-    kept: {"pool": st.sampled_from([1, 3, 5]), "every_": st.integers(1, 8)},
+    peaks: {"asking": st.integers(1, 9), "every_": st.integers(1, 8), "softcap": SOFTCAPS},
+    kept: {"pool": st.sampled_from([1, 3, 5])},
     attended: {"softcap": SOFTCAPS},
 }
 
@@ -275,10 +282,8 @@ def test_any_case(kernel, groups, num, kind, dtype, seed, data):
     own = data.draw(st.fixed_dictionaries(OWN[kernel]))
     if kernel in OF_QUERIES:
         own["groups"] = groups
-    if kernel in (mass, peaks):
+    if kernel in (mass, peaks, window):
         own["sink_logits"] = data.draw(sinks(groups))
-    if kernel == peaks:
-        own["asked"] = torch.rand(1, own["asking"], generator=torch.Generator().manual_seed(seed)) > 0.3
     kernel(batch=1, heads=1, num=num, dim=16, kind=kind, dtype=dtype, seed=seed, **own)
 
 
@@ -317,11 +322,12 @@ def test_far_from_zero_nothing_cancels():
 # SnapKV and TOVA
 
 
-@pytest.mark.parametrize("asking, num", [(1, 1), (1, 130), (32, 7), (40, 200)])
-def test_window_sizes(asking, num):
-    """TOVA is a window of one query; more queries than keys, and several tiles of rows, are fine."""
-    window(batch=1, groups=3, asking=asking, num=num, padding=asking > 1)
-    window(groups=3, asking=asking, num=num, mass=False, padding=False)
+@pytest.mark.parametrize("asking, num, watched", [(1, 1, 1), (1, 130, 32), (7, 7, 32), (40, 200, None), (90, 90, 33)])
+def test_window_sizes(asking, num, watched):
+    """TOVA is a window of one query, H2O watches all; several tiles of rows are fine."""
+    window(batch=1, groups=3, asking=asking, num=num, watched=watched, padding=asking > 1)
+    window(groups=3, asking=asking, num=num, watched=watched, mass=False, padding=False)
+    window(groups=3, asking=asking, num=num, watched=watched, kind="scattered", sink_logits=torch.randn(3))
 
 
 @pytest.mark.parametrize("size", [1e3, 1e4])
@@ -342,10 +348,6 @@ def test_window_with_everything_visible():
         wanted = reference.window_scores(q.double(), keys.double(), 0.125, pool)
         got = ops.window_scores(q, keys, 0.125, pool, backend="triton")
         torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=1e-5)
-    mask = make_mask("scattered", 2, 2, 45)
-    got = window_scores.window_scores(q=q, keys=hide(keys, mask), scale=0.125, valid=mask)
-    wanted = reference.window_attention(q.double(), keys.double(), 0.125, visible=mask[:, :, None])
-    torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", MASKS)
@@ -367,15 +369,27 @@ def test_z_scores(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("asked", [False, True])
-def test_sum_of_z_scores(asked, kind, monkeypatch):
+@pytest.mark.parametrize("groups", [0, 1, 3])
+def test_sum_of_z_scores(groups, kind, monkeypatch):
+    """Without queries to come, and with them, in one query head of a KV head and in several."""
     monkeypatch.setattr(z_scores, "BLOCK", 32)
-    unlike, memory, expected = torch.randn(3, 2, 2, 75, generator=torch.Generator().manual_seed(0))
-    unlike, memory, expected = unlike - 3, torch.where(memory < 0, 0.0, memory), expected.exp() if asked else None
-    valid = every(make_mask(kind, 2, 2, 75), unlike)
-    memory[1, 1], given = 0.0, (unlike, memory) if expected is None else (unlike, memory, expected)
-    got = z_scores.needed_scores(*(one.masked_fill(~valid, torch.nan) for one in given), *[None] * (not asked), valid)
-    close(got, lambda to: reference.needed_scores(*(one.to(to) for one in given), *[None] * (not asked), valid), 3e-6)
+    draw = torch.Generator().manual_seed(0)
+    unlike, memory = torch.randn(2, 2, 2, 275, generator=draw)
+    unlike, memory = unlike - 3, torch.where(memory < 0, 0.0, memory)
+    valid = every(make_mask(kind, 2, 2, 275), unlike)
+    memory[1, 1] = 0.0
+    keys, values = tokens(2, 2, 275, 16), tokens(2, 2, 275, 32, seed=1)
+    mean, root = torch.randn(2, 2 * groups, 1, 16, generator=draw), torch.randn(2, 2 * groups, 16, 16, generator=draw)
+    count = torch.tensor([3, int(kind != "left")]).view(2, 1, 1)
+
+    def specified(to):
+        known = (mean.to(to), (root @ root.mT / 16).to(to), count) if groups else None
+        return reference.needed_scores(unlike.to(to), memory.to(to), keys, values, valid, known, 0.3)
+
+    ahead = (mean, root @ root.mT / 16, count) if groups else None
+    hidden = (one.masked_fill(~valid, torch.nan) for one in (unlike, memory))
+    got = z_scores.needed_scores(*hidden, hide(keys, valid), hide(values, valid), valid, ahead, 0.3)
+    close(got, specified, 3e-6)
     assert (got[~valid] == 0).all()
 
 
@@ -471,10 +485,11 @@ def test_leverage_any_case(num, size, kind, method, centre, dtype, seed):
         assert (got - exact).abs().max() < 1e-3
 
 
-def test_who_is_not_asked_has_no_say():
-    asked = torch.rand(2, 20, generator=torch.Generator().manual_seed(2)) > 0.5
-    assert peaks(num=30, asking=20, asked=asked).any()
-    assert not peaks(num=30, asking=20, asked=torch.zeros_like(asked)).any()
+@pytest.mark.parametrize("every_", [1, 3, 8, 100])
+def test_who_is_not_asked_has_no_say(every_):
+    """Of more queries than a program compares, whose real ones lie anywhere."""
+    assert peaks(num=300, asking=250, every_=every_, kind="scattered").any()
+    assert not peaks(num=30, asking=20, kind="empty", every_=every_)[0].any()
 
 
 @pytest.mark.parametrize(

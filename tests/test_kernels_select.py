@@ -153,6 +153,8 @@ def check_compact(slots="model", dtype=torch.float32, dim=64, value_dim=None, ro
     seen, gone = torch.full((batch,), 2 * (used + num)), [normal(batch, heads, evicted, d) for d in (dim, value_dim)]
     made = [t for t in (keys.to(dtype), values.to(dtype), lengths.int(), places.int(), seen)]
     state = encoded(make_state(*made, moments=Moments(torch.zeros_like(made[2].long()))), slots)
+    state.exact.attention = torch.ones(batch, heads, room)
+    state.exact.memory, known = torch.ones(batch, heads, room), torch.rand(valid.shape, generator=source)
     truth, usual, mine = copied(state, torch.float64), copied(state), copied(state)
     for one, to in ((truth, torch.float64), (usual, torch.float32), (mine, torch.float32)):
         one.moments = moments_of([t for t in gone], to, order)
@@ -160,13 +162,18 @@ def check_compact(slots="model", dtype=torch.float32, dim=64, value_dim=None, ro
         mine.moments.slope = torch.empty_like(mine.moments.cross, dtype=torch.bfloat16)
     spec = make_spec(order=order)
     wide = tuple(t.double() if t.is_floating_point() else t for t in block)
-    reference.compact(valid, selection, wide, truth, spec)
-    reference.compact(valid, selection, block, usual, spec)
+    reference.compact(valid, selection, wide, known, truth, spec)
+    reference.compact(valid, selection, block, known, usual, spec)
     placed = in_pages(mine, [2, 1], 3) if paged else mine
-    operations.compact(valid, selection, block, placed, spec)
+    operations.compact(valid, selection, block, known, placed, spec)
     mine = placed.taken() if paged else mine
 
     assert torch.equal(mine.exact.lengths.long(), selection.counts)
+    assert torch.equal(mine.seen, seen + fresh.sum(-1)) and not mine.exact.attention.any()
+    for one in (mine, usual):  # the numbers of the tokens in the slots
+        there = one.exact.positions[..., None] == torch.where(kept, positions, -1)[:, :, None]
+        there &= (torch.arange(room) < one.exact.lengths[..., None])[..., None]
+        assert torch.equal(one.exact.memory, torch.where(there, known[:, :, None], 0).sum(-1))
     for (name, got), (_, want) in zip(sorted_rows(mine).items(), sorted_rows(usual).items(), strict=True):
         assert torch.equal(got, want), name
     stays = kept[..., :used] & (torch.arange(used) < selection.counts[..., None])  # where it is

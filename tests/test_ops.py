@@ -112,6 +112,12 @@ def stored(num, memory=True):
     return *[*known][: 3 + memory], *[None] * (not memory), exact.lengths
 
 
+def moved():
+    """Two rows of three pages, of which there is one stretch of 8 bytes."""
+    pages, copy = torch.arange(96, dtype=torch.uint8).view(3, 32), torch.arange(16, dtype=torch.uint8)
+    return pages, copy, torch.tensor([[0], [8], [0], [8], [0], [4]]), None, torch.tensor([2, 1]), 1, 1, 2048
+
+
 def compaction(new):
     """Which of the slots and of `new` further tokens are tokens, and which of them stay."""
     valid = torch.arange(C + new) < torch.tensor([[[9], [4]]])
@@ -147,9 +153,11 @@ def shrink(state, backend, scores, chosen=False):
     return case(scores, reference.select_slots(scores, state, spec).kept if chosen else None, state, spec)
 
 
-QUERIES = {"positions": torch.arange(C).repeat(B, HKV, 1), "query_positions": torch.tensor([[7, 8, 9]])}
 CASES = {  # the name of the operator, and what is special about the case
     "decode_step": lambda b: step(layer(), b, order=1),
+    "decode_into": lambda b: case(
+        randn(B, HKV * G, D), *token(), torch.zeros(B, HKV * G, D), layer(), make_spec(0.3, backend=b)
+    ),
     "decode_step without a token": lambda b: step(layer(attention=False), b, append=False, order=0),
     "decode_step with a softcap": lambda b: step(layer(), b, softcap=4.0, correction="moments"),
     "decode_step with centroids": lambda b: step(layer(parts=5), b, correction="centroids"),
@@ -163,14 +171,16 @@ CASES = {  # the name of the operator, and what is special about the case
     "decode_step without values with sinks": lambda b: step(sunk(vector()), b, correction="vector+moments"),
     "decode_step with a bias": lambda b: step(biased(layer()), b),
     "prefill_attention with a bias": lambda b: attend(biased(layer()), b),
-    "compact with a bias": lambda b: case(*compaction(T), block(), biased(layer()), make_spec(backend=b)),
+    "compact with a bias": lambda b: case(*compaction(T), block(), None, biased(layer()), make_spec(backend=b)),
     "evict with a bias": lambda b: shrink(biased(layer(ragged=True)), b, randn(B, HKV, 9)),
     "decode_step of int8 slots": lambda b: step(encoded(layer(), "int8"), b, order=1),
     "decode_step of fp8 slots": lambda b: step(encoded(layer(True, parts=4), "fp8"), b, correction="centroids"),
     "decode_step of int4 slots": lambda b: grouped(b, "int4"),
     "decode_step of k8v4 slots": lambda b: grouped(b, "k8v4"),
     "prefill_attention of fp8 slots": lambda b: attend(encoded(layer(), "fp8"), b, order=1),
-    "compact to int8 slots": lambda b: case(*compaction(T), block(), encoded(layer(), "int8"), make_spec(backend=b)),
+    "compact to int8 slots": lambda b: case(
+        *compaction(T), block(), None, encoded(layer(), "int8"), make_spec(backend=b)
+    ),
     "evict from fp8 slots": lambda b: shrink(encoded(layer(ragged=True), "fp8"), b, randn(B, HKV, 9)),
     "prefill_attention": lambda b: attend(layer(), b, order=1),
     "prefill_attention with sinks": lambda b: attend(sunk(layer(parts=5)), b, correction="centroids"),
@@ -181,23 +191,19 @@ CASES = {  # the name of the operator, and what is special about the case
     ),
     "slot_signals": lambda b: case(candidates()[0], layer(parts=5), make_spec(spare=3, sinks=1, recent=2, backend=b)),
     "slot_signals of less": lambda b: case(candidates()[0], layer(attention=False), make_spec(spare=3, backend=b)),
-    "blocks_of": lambda b: case(
-        randn(7, HKV * G, D), randn(7, HKV, D), randn(7, HKV, D, seed=1), torch.tensor([[0, 1, 2], [5, 6, 5]]),
-        backend=b,
-    ),
-    "of_blocks": lambda b: case(
-        randn(2, HKV * G, 3, D), torch.tensor([0, 1, 2, 5, 6]), torch.tensor([0, 0, 0, 1, 1]),
-        torch.tensor([0, 1, 2, 0, 1]), torch.zeros(7, HKV * G, D), backend=b,
-    ),
     "candidates": lambda b: case(
         *stored(C), *block()[:2], torch.tensor([[False, True, True]]), torch.tensor([16]), 2, 5, backend=b
     ),
     "candidates of a first block": lambda b: case(
         *stored(0, False), *block()[:2], torch.tensor([[True, True, False]]), torch.tensor([0]), 1, 1, backend=b
     ),
-    "copy_rows": lambda b: case(
-        torch.arange(96, dtype=torch.uint8).view(3, 32), torch.zeros(16, dtype=torch.uint8),
-        torch.tensor([[0], [8], [0], [8], [0], [4]]), None, torch.tensor([2, 1]), 1, 1, 2048, False,
+    "copy_rows": lambda b: case(*moved()),
+    "read_rows": lambda b: case(
+        randn(7, HKV * G, D), randn(7, HKV, D), randn(7, HKV, D, seed=1), torch.tensor([[0, 1, 2], [5, 6, 5]]), *moved()
+    ),
+    "write_rows": lambda b: case(
+        randn(2, HKV * G, 3, D), torch.tensor([0, 1, 2, 5, 6]), torch.tensor([0, 0, 0, 1, 1]),
+        torch.tensor([0, 1, 2, 0, 1]), torch.zeros(7, HKV * G, D), *moved(),
     ),
     "memorise": lambda b: case(
         torch.rand(B, HKV, C), candidates()[0].flip(-1), torch.ones(B, HKV, C, dtype=torch.bool), remembering(),
@@ -207,8 +213,11 @@ CASES = {  # the name of the operator, and what is special about the case
         torch.rand(B, HKV, C), candidates()[0].flip(-1), torch.ones(B, HKV, C, dtype=torch.bool), remembering(True),
         make_spec(backend=b),
     ),
-    "compact": lambda b: case(*compaction(T), block(), layer(), make_spec(backend=b)),
-    "compact without a block": lambda b: case(*compaction(0), None, layer(), make_spec(backend=b)),
+    "compact": lambda b: case(*compaction(T), block(), None, layer(), make_spec(backend=b)),
+    "compact with a memory": lambda b: case(
+        *compaction(T), block(), torch.rand(B, HKV, C + T), remembering(), make_spec(backend=b)
+    ),
+    "compact without a block": lambda b: case(*compaction(0), None, None, layer(), make_spec(backend=b)),
     "evict": lambda b: shrink(layer(), b, randn(B, HKV, C)),
     "evict what is chosen": lambda b: shrink(layer(), b, randn(B, HKV, C), True),
     "evict from unequal heads": lambda b: shrink(layer(ragged=True), b, randn(B, HKV, 9)),
@@ -227,18 +236,19 @@ CASES = {  # the name of the operator, and what is special about the case
     "noncausal_attention_mass with sinks": lambda b: case(
         randn(B, HKV * G, C, D), randn(B, HKV, C, D), 0.3, 4, sink_logits=randn(HKV * G), backend=b
     ),
-    "every_query": lambda b: case(randn(B, HKV * G, T, D), candidates()[1], 2, backend=b),
+    "pool_scores": lambda b: case(torch.rand(B, HKV, C), 3, *candidates(), backend=b),
+    "chunk_mean": lambda b: case(torch.rand(B, HKV, C), 4, *candidates(), backend=b),
     "peaks_to_keep": lambda b: case(
         torch.rand(B, HKV, C), randn(B, HKV, C, D), torch.rand(B, HKV, C), *candidates(), 3, backend=b
     ),
     "peak_attention": lambda b: case(
         randn(B, HKV * G, T, D), randn(B, HKV, C, D), 0.3, valid=candidates()[1],
-        asked=torch.ones(B, T, dtype=torch.bool), sink_logits=randn(HKV * G), backend=b,
+        every=2, sink_logits=randn(HKV * G), backend=b,
     ),
     "most_attended": lambda b: case(randn(B, HKV * G, T, D), randn(B, HKV, C, D), randn(B, HKV * G, T), 0.3, backend=b),
     "observed_attention": lambda b: case(
-        randn(B, HKV * G, T, D), randn(B, HKV, C, D), 0.3, **QUERIES, valid=candidates()[1],
-        query_valid=torch.ones(B, T, dtype=torch.bool), log_mass=randn(B, HKV * G, T), backend=b,
+        randn(B, HKV * G, T, D), randn(B, HKV, C, D), *candidates(), 0.3, window=2, log_mass=randn(B, HKV * G, T),
+        sink_logits=randn(HKV * G), backend=b,
     ),
     "moment_scores": lambda b: case(torch.rand(B, HKV, C), *pairs(C), evicted(7, 12), 0.3, backend=b),
     "queries_ahead": lambda b: case(
@@ -249,7 +259,11 @@ CASES = {  # the name of the operator, and what is special about the case
         valid=candidates()[1], backend=b
     ),
     "needed_scores": lambda b: case(
-        randn(B, HKV, C), randn(B, HKV, C, seed=1), torch.rand(B, HKV, C), candidates()[1], backend=b
+        randn(B, HKV, C), torch.rand(B, HKV, C), *pairs(C), candidates()[1], None, 0.3, backend=b
+    ),
+    "needed_scores of queries to come": lambda b: case(
+        randn(B, HKV, C), torch.rand(B, HKV, C), *pairs(C), candidates()[1],
+        (randn(B, HKV * G, 1, D), randn(B, HKV * G, D, D), torch.ones(B, 1, 1, dtype=torch.int64)), 0.3, backend=b
     ),
     "z_scores": lambda b: case(randn(3, B, HKV, C), candidates()[1], backend=b),
     "select_each": lambda b: case(
@@ -334,7 +348,7 @@ def sorted_slots(state):
     """Tokens in order of position, and zeros where nothing is stored."""
     state, slots = copied(state), state.exact
     order = torch.where(slots.valid, slots["positions"], C + T + 1).argsort(-1)
-    for name in slots.moving():
+    for name in (*slots.moving(), *["memory"] * (slots.memory is not None)):
         (rows,) = slots.stored(name)
         rows = rows.flatten(3) if rows.dim() > 3 else rows[..., None]
         rows = rows.gather(2, order[..., None].expand_as(rows)).masked_fill(~slots.valid[..., None], 0)

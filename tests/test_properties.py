@@ -259,7 +259,7 @@ def test_compact_conserves_every_token(batch, heads, seed, slots, new, order):
     new_positions = torch.tensor(new_places, dtype=torch.int32).view(batch, heads, new)
     before = positions.clone()
     state = make_state(keys, values, counts, positions, moments=moments)
-    compact(valid, Selection(kept, kept.sum(-1)), (new_keys, new_values, new_positions), state, make_spec())
+    compact(valid, Selection(kept, kept.sum(-1)), (new_keys, new_values, new_positions), None, state, make_spec())
     for b, h in each(batch, heads):
         expected = sorted(stay[b][h], key=lambda one: one[1])
         assert int(counts[b, h]) == len(expected)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import randn
 
 import fastkv
-from fastkv import ops
+from fastkv import ops, reference
 from fastkv.cache import CacheWorkspace
 from fastkv.cache.layer import evict
 from fastkv.cache.layout import Layout
@@ -242,7 +242,9 @@ def test_pages_are_aligned_and_disjoint():
 @pytest.mark.parametrize("slots", ["model", "int4"])
 @pytest.mark.parametrize("tokens", [(6, 6), (5, 9)])
 def test_copies_of_rows(tokens, slots):
-    """One launch copies the bits that torch would, and puts them back; of unequal heads, those of their own slots."""
+    """One launch copies the bits that torch would, and puts them back; of unequal heads, those of their own slots. And
+    so do those that take and bring tokens.
+    """
     known = dict(mean=7, spare=3, attention=True, memory=True, format=FORMATS[slots])
     like = torch.empty(1, 2, 0, 32, dtype=torch.bfloat16)
     form = PageFormat.of(Layout(tokens, fastkv.corrections.get("centroids"), **known).allocate(like, like))
@@ -257,7 +259,18 @@ def test_copies_of_rows(tokens, slots):
         assert name == other and torch.equal(one[:, inside], same[:, inside]) and one.is_contiguous()
         assert name not in state.SLABS or not one[:, ~own].any()
         one.view(torch.uint8).random_(0, 120)  # also beyond a head's own slots
-    twin = form.view(state.pages.clone())
+    twin, batch = form.view(state.pages.clone()), len(ROWS)
     twin.at(chosen.rows).put(got)
-    ops.put(chosen, got)
-    assert torch.equal(state.pages, twin.pages) and not torch.equal(got.exact.keys, expected.exact.keys)
+    assert not torch.equal(got.exact.keys, expected.exact.keys)
+    q, k, v = (torch.randn(100 * batch, heads, 32).to(torch.bfloat16) for heads in (6, 2, 2))
+    index = torch.randint(0, 100 * batch, (batch, 70))
+    spec = Spec(0.3, backend="triton")
+    again, *read = ops.read(chosen, spec, q, k, v, index, True)
+    for (_, one), (_, same) in zip(again.named_tensors(), ops.taken(chosen, spec, equal=True).named_tensors()):
+        assert torch.equal(one.view(torch.uint8), same.view(torch.uint8))
+    assert all(torch.equal(one, same) for one, same in zip(read, reference.blocks_of(q, k, v, index), strict=True))
+    places = torch.randperm(100 * batch)[:150], torch.randint(0, batch, (150,)), torch.randint(0, 70, (150,))
+    outs = torch.zeros(2, *q.shape, dtype=q.dtype)
+    ops.write(chosen, got, read[0], *places, outs[0])
+    reference.of_blocks(read[0], *places, outs[1])
+    assert torch.equal(state.pages, twin.pages) and torch.equal(*outs)

@@ -129,7 +129,7 @@ def watched(chosen, correction, sinks):
     state, block = cache.state, (k[:, :, :6], v[:, :, :6], real[:, :6])
     told, _ = signals.candidates(state, *block, rule)
     *_, mass = ops.prefill_attention(q[:, :, :6], *block, state, rule.spec)
-    return signals.observe(told, q[:, :, :6], real[:, :6], state, rule, mass), state, rule, q[:, :, :6]
+    return signals.observe(told, q[:, :, :6], state, rule, mass), state, rule, q[:, :, :6]
 
 
 @pytest.mark.parametrize("correction", ["none", "moments", "centroids"])

@@ -26,23 +26,32 @@ def store(
         num_kept = 0 if layout.adaptive else layout.least  # of a head that has so many
         remember(state, signals, selection.kept, max(signals.keys.shape[2] - num_kept, 0), rule)
     if state.approx is not None:
+        _count(state, signals, num)
         key_only.store(state, signals, selection, rule, full=full)
     elif exact.starts is None:
-        ops.compact(signals.valid, selection, _newest(signals, num), state, rule.spec)
+        known = None if exact.memory is None else signals.memory
+        ops.compact(signals.valid, selection, _newest(signals, num), known, state, rule.spec)
     else:
         _store_in_slabs(state, signals, selection, num, rule, full)
     if state.approx is None:  # else `key_only.place` has put everything where tokens lie
         exact.filled = exact.limit - layout.spare if full else exact.filled + num
+    if exact.starts is not None and state.approx is None:
         memorise(state, signals, rule)
-    for slots in state.tiers.values():  # what they receive is added up anew
-        if slots.attention is not None:
-            slots.attention.zero_()
+    if state.approx is not None or exact.starts is not None:  # else all is done that a new block asks for
+        for slots in state.tiers.values():  # what they receive is added up anew
+            if slots.attention is not None:
+                slots.attention.zero_()
 
 
 def _newest(signals: Signals, num: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values and positions of the last `num` candidates."""
     new = signals.keys.shape[2] - num
     return signals.keys[:, :, new:], signals.values[:, :, new:], signals.positions[:, :, new:]
+
+
+def _count(state: LayerState, signals: Signals, num: int) -> None:
+    """The last `num` candidates are seen from now on."""
+    state.seen.add_(signals.valid[:, 0, signals.valid.shape[2] - num :].sum(-1))
 
 
 def _store_in_slabs(
@@ -56,9 +65,10 @@ def _store_in_slabs(
         keys = signals.keys.contiguous()  # of a first block they are the engine's, with gaps between heads
         rows = Slots(keys, values, exact.lengths, signals.positions.clone(), value_dim=exact.value_dim)
         block = None
+        _count(state, signals, num)
     else:  # signals are decoded, and know no bias: what is stored moves as it is
         rows, block = exact.equal(exact.filled, room=num), _newest(signals, num)
-    ops.compact(signals.valid, selection, block, LayerState(rows, state.seen, state.moments), rule.spec)
+    ops.compact(signals.valid, selection, block, None, LayerState(rows, state.seen, state.moments), rule.spec)
     assert exact.starts is not None
     if full and layout.adaptive:
         counts = rule.plan.parallel.gather(selection.counts)

@@ -236,15 +236,13 @@ class PagedLayer:
         Args: all tokens of the batch: q [N, Hq, D], k, v [N, Hkv, D], out [N, Hq, Dv].
         """
         chosen, valid = self.state.at(blocks.index), blocks.valid
-        own = ops.taken(chosen, self.rule.spec, equal=self.rule.layout.fixed)
+        own, q, k, v = ops.read(chosen, self.rule.spec, q, k, v, blocks.tokens, self.rule.layout.fixed)
         for tier, slots in own.tiers.items():
             slots.limit = self._limit(tier, slots, blocks)
             slots.filled = min(max(blocks.before), slots.limit - self.rule.layout.spare * (slots is own.exact))
-        q, k, v = ops.blocks_of(q, k, v, blocks.tokens, backend=self.rule.spec.backend)
         result, mass = attend_block(own, q, k, v, valid, self.rule)
         absorb_block(own, q, k, v, valid, self.rule, mass=mass)
-        ops.put(chosen, own)
-        ops.of_blocks(result, blocks.own, blocks.sequence, blocks.within, out, backend=self.rule.spec.backend)
+        ops.write(chosen, own, result, blocks.own, blocks.sequence, blocks.within, out)
 
     def _limit(self, tier: str, slots: Slots, blocks: PagedBlocks) -> int:
         """Slots of the head that has most. The host waits for the device where heads have traded slots."""
@@ -269,12 +267,13 @@ class PagedLayer:
             for some in due.split(AT_ONCE) if len(due) else ():
                 evict(self._at(some), rule)
 
-    def step(self, rows: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def step(self, rows: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
         """Attention output for the next token of each of these sequences, [B, Hq, Dv].
 
-        Args: rows [B] int64; q [B, Hq, D]; k, v [B, Hkv, D].
+        Args: rows [B] int64; q [B, Hq, D]; k, v [B, Hkv, D]; out: where it is written, None for new memory.
         """
-        out, _, _ = ops.decode_step(q, k[:, :, None], v[:, :, None], self._at(rows), self.rule.spec)
+        out = q.new_empty(*q.shape[:2], self.state.exact.value_dim) if out is None else out
+        ops.decode_into(q, k[:, :, None], v[:, :, None], out, self._at(rows), self.rule.spec)
         return out
 
     def _at(self, rows: Tensor) -> LayerState:

@@ -58,7 +58,7 @@ def absorb_block(
     candidates, guard = signals.candidates(state, k, v, valid, rule)
     full = anew or state.exact.filled + num > rule.layout.least
     if full or rule.layout.memory:
-        candidates, scores = signals.score(signals.of_block(candidates, q, valid, state, rule, reread, mass), rule)
+        candidates, scores = signals.score(signals.of_block(candidates, q, state, rule, reread, mass), rule)
     if not full:
         kept = Selection(candidates.valid, candidates.valid.sum(-1))
     else:

@@ -4,33 +4,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from .. import ops
 from ..policies import LayerFacts, Reread, Signals
-from ..reference import LayerState, compute_dtype, joined
+from ..reference import LayerState, joined
 from . import key_only
 from .layout import LayerConfig
 
 Tokens = tuple[Tensor, Tensor, Tensor]
-QUERY_CHUNK = 256  # queries observed at once where a policy watches all of them
 
 
 def candidates(state: LayerState, k: Tensor, v: Tensor, valid: Tensor, rule: LayerConfig) -> tuple[Signals, Tensor]:
-    """The tokens in the slots, then those of a block, k, v [B, Hkv, T, D] and valid [B, T], which count as seen.
-
-    And which of them no policy may evict, [B, Hkv, N] bool.
+    """The tokens in the slots, then those of a block, k, v [B, Hkv, T, D] and valid [B, T], and
+    which of them no policy may evict, [B, Hkv, N] bool.
     """
     exact, spec = state.exact, rule.spec
     stored, memory = _stored(state, rule), _memory(state, rule)
     keys, values, positions = (joined(*same) for same in zip(*stored))
     slots, block = (keys, values, positions, memory, exact.lengths), (k, v, valid, state.seen)
     made = ops.candidates(*slots, *block, spec.sinks, spec.recent, backend=spec.backend)
-    keys, values, positions, real, guard, memory, seen = made
+    keys, values, positions, real, guard, memory = made
     if state.approx is not None:
         real[:, :, : exact.filled + state.approx.filled] = joined(*(slots.valid for slots in state.tiers.values()))
-    state.seen.copy_(seen)
     keys, values = (new if not len(both) else both for both, new in ((keys, k), (values, v)))
     return _signals(state, (keys, values, positions), real, memory, rule, decoding=False), guard
 
@@ -98,7 +94,6 @@ def _signals(
 def of_block(
     signals: Signals,
     q: Tensor,
-    valid: Tensor,
     state: LayerState,
     rule: LayerConfig,
     reread: Reread | None,
@@ -106,12 +101,12 @@ def of_block(
 ) -> Signals:
     """Add what the policy asks of a prompt block: the attention that candidates get, and the block's queries.
 
-    Args: q [B, Hq, T, D]; valid [B, T]; reread: of the block, which is then all there is; mass [B, Hq, T]: log of that
+    Args: q [B, Hq, T, D]; reread: of the block, which is then all there is; mass [B, Hq, T]: log of that
         of the evicted tokens in the attention of q, None for none.
     """
     signals = replace(signals, reread=reread)
     if rule.config.needs("attention"):
-        signals = observe(signals, q, valid, state, rule, mass)
+        signals = observe(signals, q, state, rule, mass)
     return replace(signals, queries=q) if rule.config.needs("queries") else signals
 
 
@@ -123,51 +118,23 @@ def score(signals: Signals, rule: LayerConfig) -> tuple[Signals, Tensor]:
     return signals, policy.score(signals)
 
 
-def mass_beside(q: Tensor, mass: Tensor | None, state: LayerState) -> Tensor | None:
-    """Log of the mass that the attention of q [B, Hq, T, D] has beside the candidates, in evicted tokens and sinks.
-
-    Args: mass: of the evicted tokens. Returns: [B, Hq, T]; None if there is neither.
-    """
-    if state.sink_logits is None:
-        return mass
-    sinks = state.sink_logits.detach()[:, None].expand(q.shape[:3]).to(compute_dtype(q))
-    return sinks.contiguous() if mass is None else torch.logaddexp(mass, sinks)
-
-
-def observe(
-    signals: Signals, q: Tensor, valid: Tensor, state: LayerState, rule: LayerConfig, mass: Tensor | None
-) -> Signals:
+def observe(signals: Signals, q: Tensor, state: LayerState, rule: LayerConfig, mass: Tensor | None) -> Signals:
     """Add the attention that the last queries of the block give to every candidate, and how many they were.
 
     Arguments as in `of_block`.
     """
-    num, observed, spec = q.shape[2], rule.config.policy.observation, rule.spec
-    if observed is not None and observed < num:
-        # Each row's own last tokens, on whichever side it is padded.
-        last = valid.to(torch.uint8).argsort(dim=-1, stable=True)[:, -observed:]
-        q = q.gather(2, last[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
-        mass = None if mass is None else mass.gather(2, last[:, None].expand(-1, q.shape[1], -1))
-        valid, num = valid.gather(1, last), observed
-    mass, bias = mass_beside(q, mass, state), state.exact.biases(signals.keys.shape[2])
-    received = queried = signals.keys.new_zeros((), dtype=torch.float32)
-    for start in range(0, num, QUERY_CHUNK):
-        stop = min(start + QUERY_CHUNK, num)
-        part, query_valid = q[:, :, start:stop], valid[:, start:stop].clone()
-        later = valid[:, stop:].sum(-1, keepdim=True)
-        end = state.seen[:, None] - later  # real tokens come right before it
-        mean = ops.observed_attention(
-            part,
-            signals.keys,
-            spec.scale,
-            spec.softcap,
-            positions=signals.positions,
-            query_positions=end - query_valid.flip(-1).cumsum(-1).flip(-1),
-            valid=signals.valid,
-            query_valid=query_valid,
-            log_mass=None if mass is None else mass[:, :, start:stop].contiguous(),
-            bias=bias,
-            backend=spec.backend,
-        )
-        asked = query_valid.sum(-1)[:, None, None].to(mean.dtype)
-        received, queried = received + mean * asked, queried + asked
-    return replace(signals, attention=received / queried.clamp(min=1), queried=queried)
+    spec, sinks = rule.spec, state.sink_logits
+    attention, queried = ops.observed_attention(
+        q,
+        signals.keys,
+        signals.positions,
+        signals.valid,
+        spec.scale,
+        spec.softcap,
+        window=rule.config.policy.observation,
+        log_mass=None if mass is None else mass.contiguous(),
+        sink_logits=None if sinks is None else sinks.detach(),
+        bias=state.exact.biases(signals.keys.shape[2]),
+        backend=spec.backend,
+    )
+    return replace(signals, attention=attention, queried=queried)

@@ -137,6 +137,8 @@ def window_attention(
     q: Tensor,
     keys: Tensor,
     scale: float,
+    softcap: None = None,
+    *,
     visible: Tensor,
     query_valid: Tensor,
     log_mass: Tensor | None,
@@ -161,13 +163,12 @@ def window_attention(
     return torch.bmm(share, weights).view(batch, heads, slots)
 
 
-def observed_attention(q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, **given: Any) -> Tensor:
+def observed_attention(
+    q: Tensor, keys: Tensor, positions: Tensor, valid: Tensor, scale: float, softcap: float | None = None, **given: Any
+) -> tuple[Tensor, Tensor]:
     """`reference.observed_attention`."""
-    visible = reference.visible_keys(given["positions"], given["query_positions"], given["valid"])
-    if visible is None or given["query_valid"] is None or not serves(q, keys.shape[-1], softcap):
-        return reference.observed_attention(q, keys, scale, softcap, **given)
-    scores = window_attention(q, keys, scale, visible, given["query_valid"], given["log_mass"], given["bias"])
-    return reference.pool_scores(scores, given["pool"], given["positions"], given["valid"])
+    attention = window_attention if serves(q, keys.shape[-1], softcap) else reference.window_attention
+    return reference.observed(attention, q, keys, positions, valid, scale, softcap, **given)
 
 
 def prefill_attention(
@@ -294,12 +295,23 @@ def remember(
     join(parts, new_keys, new_values, gone.gather(2, index))
 
 
-def peak_attention(q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, **given: Any) -> Tensor:
+def peak_attention(
+    q: Tensor,
+    keys: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    *,
+    valid: Tensor,
+    every: int,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
     """`reference.peak_attention`, with the logits of few queries at a time, which never leave a core's cache."""
     if not finds_peaks(q):
-        return reference.peak_attention(q, keys, scale, softcap, **given)
-    reference.check_peak(q, keys, given["valid"])
-    return peaks(q, keys, scale, softcap, **given)
+        given = {"valid": valid, "every": every, "sink_logits": sink_logits}
+        return reference.peak_attention(q, keys, scale, softcap, **given)  # type: ignore[arg-type]
+    reference.check_peak(q, keys, valid)
+    chosen, asked = reference.every_query(q, valid, every)
+    return peaks(chosen, keys, scale, softcap, valid, asked, sink_logits)
 
 
 def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: float | None = None) -> Tensor:

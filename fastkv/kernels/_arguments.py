@@ -36,6 +36,7 @@ class StatePointers(NamedTuple):
     lengths_ptr: Any = None
     starts_ptr: Any = None
     seen_ptr: Any = None
+    memory_ptr: Any = None
 
     @classmethod
     def of(cls, slots: Slots, *names: str, seen: Tensor | None = None) -> StatePointers:

@@ -181,10 +181,12 @@ def check_scales(op: str, slots: Slots) -> None:
         check_shape(op, f"{name}_scales", scales, shape)
 
 
-def decode_outputs(q: Tensor) -> ResultPointers:
-    """Room for the results of a decode kernel: out like q, and two log-sum-exps [B, Hq] fp32."""
+def decode_outputs(q: Tensor, out: Tensor | None) -> ResultPointers:
+    """Room for the results of a decode kernel: `out` if that is like q, and two log-sum-exps [B, Hq] fp32."""
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    return ResultPointers(torch.empty_like(q), lse, torch.empty_like(lse))
+    if out is None or not out.is_contiguous() or (out.shape, out.dtype) != (q.shape, q.dtype):
+        out = torch.empty_like(q)
+    return ResultPointers(out, lse, torch.empty_like(lse))
 
 
 @dataclass(frozen=True)

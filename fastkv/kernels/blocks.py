@@ -18,6 +18,7 @@ from ._arguments import View
 from ._launch import check_like, pow2
 
 ROWS, BLOCK = 64, 2048  # tokens of a program; of a mask at once
+SCAN, STEP = tl.constexpr(1024), tl.constexpr(64)  # tokens of a mask that are counted, and compared with ranks, at once
 
 
 class Heads(NamedTuple):
@@ -59,64 +60,26 @@ def _real_before(valid_ptr, first, T, BLOCK: tl.constexpr):
     return tl.sum(before, 0), tl.sum(total, 0)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _blocks_kernel(
-    q: View, k: View, v: View, tokens_ptr, q_ptr, k_ptr, v_ptr, rows, HEADS: tl.constexpr, ROWS: tl.constexpr
-):
-    head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < rows
-    token = tl.load(tokens_ptr + sequence * rows + row, mask=inside, other=0).to(tl.int64)
-    if head < HEADS.Q:
-        target = ((sequence * HEADS.Q + head) * rows + row) * HEADS.DK
-        _copy(q.ptr + head * q.stride_h, q_ptr, token * q.stride_t, target, inside, HEADS.DK, HEADS.BK)
-    else:
-        own = head - HEADS.Q
-        place = (sequence * HEADS.KV + own) * rows + row
-        _copy(k.ptr + own * k.stride_h, k_ptr, token * k.stride_t, place * HEADS.DK, inside, HEADS.DK, HEADS.BK)
-        _copy(v.ptr + own * v.stride_h, v_ptr, token * v.stride_t, place * HEADS.DV, inside, HEADS.DV, HEADS.BV)
-
-
-def blocks_of(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.blocks_of`: one launch, no host sync. q, k, v [N, H, D] have unit stride along D."""
-    (batch, rows), dtype = tokens.shape, q.dtype
-    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    made = [torch.empty(batch, t.shape[1], rows, t.shape[2], dtype=t.dtype, device=t.device) for t in (q, k, v)]
-    check_like("blocks_of", (batch, rows), tokens=tokens)
-    heads = Heads.of(q, v, q.shape[1], k.shape[1])
-    assert k.dtype == v.dtype == dtype and k.shape[1:] == (heads.KV, heads.DK)
-    views = (View(t, 0, t.stride(1), t.stride(0)) for t in (q, k, v))
-    grid = triton.cdiv(rows, ROWS), heads.Q + heads.KV, batch
-    if tokens.numel():
-        _blocks_kernel[grid](*views, tokens, *made, rows, HEADS=heads, ROWS=ROWS)
-    return made[0], made[1], made[2]
-
-
-@triton.jit(do_not_specialize=["rows", "number"])
-def _back_kernel(
-    blocks_ptr, own_ptr, sequence_ptr, within_ptr, out: View, rows, number, HEADS: tl.constexpr, ROWS: tl.constexpr
-):
-    head, index = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = index < number
-    token = tl.load(own_ptr + index, mask=inside, other=0)
-    sequence = tl.load(sequence_ptr + index, mask=inside, other=0)
-    within = tl.load(within_ptr + index, mask=inside, other=0)
-    source = ((sequence * HEADS.Q + head) * rows + within) * HEADS.DV
-    _copy(blocks_ptr, out.ptr + head * out.stride_h, source, token * out.stride_t, inside, HEADS.DV, HEADS.BV)
-
-
-def of_blocks(blocks: Tensor, own: Tensor, sequence: Tensor, within: Tensor, out: Tensor) -> None:
-    """`reference.of_blocks`: one launch, no host sync. blocks [R, H, T, D], contiguous; out [N, H, D] has unit stride
-    along D.
-    """
-    assert out.stride(-1) == 1
-    check_like("of_blocks", own.shape, own=own, sequence=sequence, within=within)
-    check_like("of_blocks", (None, out.shape[1], None, out.shape[2]), blocks=blocks)
-    if len(own):
-        _back_kernel[triton.cdiv(len(own), ROWS), out.shape[1]](
-            blocks, own, sequence, within, View(out, 0, out.stride(1), out.stride(0)), blocks.shape[2], len(own),
-            HEADS=Heads.of(out, out, out.shape[1], 0), ROWS=ROWS,
-        )  # fmt: skip
+@triton.jit
+def _of_rank(valid_ptr, rank, least, most, T):
+    """Places in a row [T] of bytes of the real tokens of some ranks, all of which are between least and most."""
+    low, high, before = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for start in range(0, T, SCAN):
+        index = start + tl.arange(0, SCAN)
+        real = (tl.load(valid_ptr + index, mask=index < T, other=0) != 0).to(tl.int32)
+        until = before + tl.cumsum(real, 0)
+        low += tl.sum(((index < T) & (until <= least)).to(tl.int32), 0)
+        high += tl.sum(((index < T) & (until <= most)).to(tl.int32), 0)
+        before += tl.sum(real, 0)
+    before = tl.maximum(least, 0)
+    place = low + tl.zeros(rank.shape, tl.int32)
+    for start in range(low, high + 1, STEP):
+        index = start + tl.arange(0, STEP)
+        real = (tl.load(valid_ptr + index, mask=index < T, other=0) != 0).to(tl.int32)
+        until = before + tl.cumsum(real, 0)
+        place += tl.sum((until[None, :] <= rank[:, None]).to(tl.int32), 1)
+        before += tl.sum(real, 0)
+    return place
 
 
 class CandidatePointers(NamedTuple):
@@ -128,7 +91,6 @@ class CandidatePointers(NamedTuple):
     valid_ptr: Any
     guard_ptr: Any
     memory_ptr: Any
-    seen_ptr: Any
 
 
 class Known(NamedTuple):
@@ -183,14 +145,12 @@ def _candidates_kernel(
         _copy(value_ptr, made.values_ptr, far * values.stride_t, place * HEADS.DV, old, HEADS.DV, HEADS.BV)
         _copy(k_ptr, made.keys_ptr, near * k.stride_t, place * HEADS.DK, fresh, HEADS.DK, HEADS.BK)
         _copy(v_ptr, made.values_ptr, near * v.stride_t, place * HEADS.DV, fresh, HEADS.DV, HEADS.BV)
-    if (own == 0) & (tl.program_id(1) == 0):
-        tl.store(made.seen_ptr + batch, after)
 
 
 def candidates(
     keys: Tensor, values: Tensor, positions: Tensor, memory: Tensor | None, lengths: Tensor, k: Tensor, v: Tensor,
     valid: Tensor, seen: Tensor, sinks: int, recent: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`reference.candidates`: one launch, no host sync. All have unit stride along D, or along slots.
 
     Raises: FastKVError for shapes or strides that do not fit.
@@ -212,10 +172,9 @@ def candidates(
     both = (made(part.dtype, part.shape[-1], there=used > 0) for part in (keys, values))
     masks = made(torch.bool), made(torch.bool)
     out = (*both, made(torch.int32), *masks, made(torch.float32, there=memory is not None))
-    after = torch.empty_like(seen)
     if batch:
         real, guard = (part.view(torch.uint8) for part in masks)
-        pointers = CandidatePointers(out[0], out[1], out[2], real, guard, out[5], after)
+        pointers = CandidatePointers(out[0], out[1], out[2], real, guard, out[5])
         pointers = pointers if memory is not None else pointers._replace(memory_ptr=None)
         pointers = pointers if used else pointers._replace(keys_ptr=None, values_ptr=None)
         _candidates_kernel[batch * heads, triton.cdiv(used + num, ROWS)](
@@ -223,12 +182,42 @@ def candidates(
             Known(memory, lengths, seen, valid.view(torch.uint8)), pointers, Protection(sinks, recent), used, num,
             HEADS=Heads.of(keys, values, 0, heads), ROWS=ROWS, BLOCK=BLOCK,
         )  # fmt: skip
-    return *out, after  # type: ignore[return-value]
+    return out  # type: ignore[return-value]
 
 
-# Rows of pages to a place of their own and back, in one launch for all tensors of a state. The table of `ops.copy_rows`
-# says what the programs copy: each takes a stretch of one row of one tensor. Of a slab the copy has heads of equally
-# many slots: what lies beyond its own is 0 there, and stays as it is in the page. Bytes: each once in and once out.
+# Rows of pages to a place of their own and back, in one launch for all tensors of a state, and for the tokens that an
+# engine has for them. The table of `ops.copy_rows` says what the programs copy: each takes a stretch of one row of one
+# tensor. Of a slab the copy has heads of equally many slots: what lies beyond its own is 0 there, and stays as it is in
+# the page. Bytes: each once in and once out.
+
+
+class Rows(NamedTuple):
+    """Rows [B] int64 of pages, their copy, and where the stretches of both are, see `ops.copy_rows`. Absent: starts,
+    without slabs.
+    """
+
+    pages_ptr: Any
+    copy_ptr: Any
+    table_ptr: Any
+    starts_ptr: Any
+    rows_ptr: Any
+
+
+class Blocks(NamedTuple):
+    """Queries, keys and values as blocks [R, H, T, D], and which token of an engine's batch is where, [R, T] int64."""
+
+    q_ptr: Any
+    k_ptr: Any
+    v_ptr: Any
+    tokens_ptr: Any
+
+
+class Places(NamedTuple):
+    """Tokens of a batch, and where each is in blocks: of which sequence, and within it; [N] int64."""
+
+    own_ptr: Any
+    sequence_ptr: Any
+    within_ptr: Any
 
 
 @triton.jit
@@ -240,30 +229,27 @@ def _move(there_ptr, here_ptr, inside, whole, BACK: tl.constexpr):
         tl.store(here_ptr, tl.load(there_ptr, mask=inside, other=0), mask=whole)
 
 
-@triton.jit(do_not_specialize=["page", "room"])
-def _copy_kernel(
-    pages_ptr, copy_ptr, table_ptr, starts_ptr, rows_ptr, page, slots, room, FIELDS: tl.constexpr, BACK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    number = tl.program_id(1).to(tl.int64)
-    row = tl.load(rows_ptr + number)
-    begun = tl.load(table_ptr + tl.arange(0, FIELDS)) <= tl.program_id(0)
-    fact_ptr = table_ptr + tl.sum(begun.to(tl.int32), 0) - 1
+@triton.jit
+def _stretch(moved, program, number, page, slots, room, FIELDS: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr):
+    """A program's stretch of a row."""
+    row = tl.load(moved.rows_ptr + number)
+    begun = tl.load(moved.table_ptr + tl.arange(0, FIELDS)) <= program
+    fact_ptr = moved.table_ptr + tl.sum(begun.to(tl.int32), 0) - 1
     size, slot = tl.load(fact_ptr + 3 * FIELDS), tl.load(fact_ptr + 4 * FIELDS).to(tl.int32)
     word = tl.load(fact_ptr + 5 * FIELDS).to(tl.int32)
-    index = (tl.program_id(0) - tl.load(fact_ptr).to(tl.int32)) * BLOCK + tl.arange(0, BLOCK)
+    index = (program - tl.load(fact_ptr).to(tl.int32)) * BLOCK + tl.arange(0, BLOCK)
     whole = index < (size // word).to(tl.int32)
     inside, place = whole, index
-    if starts_ptr is not None:
+    if moved.starts_ptr is not None:
         if slot > 0:
             each = slot // word
             at = index // each
-            own_ptr = starts_ptr + row * (page // 4) + at // slots
+            own_ptr = moved.starts_ptr + row * (page // 4) + at // slots
             first = tl.load(own_ptr, mask=inside, other=0) + at % slots
             inside &= first < tl.load(own_ptr + 1, mask=inside, other=0)
             place = first * each + index % each
-    there_ptr = pages_ptr + row * page + tl.load(fact_ptr + FIELDS)
-    here_ptr = copy_ptr + tl.load(fact_ptr + 2 * FIELDS) * room + number * size
+    there_ptr = moved.pages_ptr + row * page + tl.load(fact_ptr + FIELDS)
+    here_ptr = moved.copy_ptr + tl.load(fact_ptr + 2 * FIELDS) * room + number * size
     if word == 4:
         _move(
             there_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + place,
@@ -273,13 +259,99 @@ def _copy_kernel(
         _move(there_ptr + place, here_ptr + index, inside, whole, BACK)
 
 
+@triton.jit(do_not_specialize=["page", "room"])
+def _copy_kernel(moved: Rows, page, slots, room, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+    _stretch(moved, tl.program_id(0), tl.program_id(1).to(tl.int64), page, slots, room, FIELDS, False, BLOCK)
+
+
+@triton.jit(do_not_specialize=["page", "room", "programs", "length"])
+def _read_kernel(
+    moved: Rows, q: View, k: View, v: View, made: Blocks, page, slots, room, programs, length, FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    program, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if program < programs:
+        _stretch(moved, program, sequence, page, slots, room, FIELDS, False, BLOCK)
+    else:
+        tile, head = (program - programs) // (HEADS.Q + HEADS.KV), (program - programs) % (HEADS.Q + HEADS.KV)
+        row = tile * ROWS + tl.arange(0, ROWS)
+        inside = row < length
+        token = tl.load(made.tokens_ptr + sequence * length + row, mask=inside, other=0).to(tl.int64)
+        if head < HEADS.Q:
+            target = ((sequence * HEADS.Q + head) * length + row) * HEADS.DK
+            _copy(q.ptr + head * q.stride_h, made.q_ptr, token * q.stride_t, target, inside, HEADS.DK, HEADS.BK)
+        else:
+            own = head - HEADS.Q
+            place = (sequence * HEADS.KV + own) * length + row
+            key, value = place * HEADS.DK, place * HEADS.DV
+            _copy(k.ptr + own * k.stride_h, made.k_ptr, token * k.stride_t, key, inside, HEADS.DK, HEADS.BK)
+            _copy(v.ptr + own * v.stride_h, made.v_ptr, token * v.stride_t, value, inside, HEADS.DV, HEADS.BV)
+
+
+@triton.jit(do_not_specialize=["page", "room", "programs", "length", "number"])
+def _write_kernel(
+    moved: Rows, blocks_ptr, places: Places, out: View, page, slots, room, programs, length, number,
+    FIELDS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if program < programs * room:
+        _stretch(moved, program % programs, (program // programs).to(tl.int64), page, slots, room, FIELDS, True, BLOCK)
+    else:
+        tile, head = (program - programs * room) // HEADS.Q, (program - programs * room) % HEADS.Q
+        index = tile * ROWS + tl.arange(0, ROWS)
+        inside = index < number
+        token = tl.load(places.own_ptr + index, mask=inside, other=0)
+        sequence = tl.load(places.sequence_ptr + index, mask=inside, other=0)
+        within = tl.load(places.within_ptr + index, mask=inside, other=0)
+        source = ((sequence * HEADS.Q + head) * length + within) * HEADS.DV
+        _copy(blocks_ptr, out.ptr + head * out.stride_h, source, token * out.stride_t, inside, HEADS.DV, HEADS.BV)
+
+
 def copy_rows(
     pages: Tensor, copy: Tensor, table: Tensor, starts: Tensor | None, rows: Tensor, slots: int, programs: int,
-    block: int, back: bool,
+    block: int,
 ) -> None:  # fmt: skip
     """`ops.copy_rows`: one launch, no host sync."""
     if len(rows):
         _copy_kernel[programs, len(rows)](
-            pages, copy, table, starts, rows, pages.stride(0), slots, len(rows), FIELDS=table.shape[1], BACK=back,
+            Rows(pages, copy, table, starts, rows), pages.stride(0), slots, len(rows), FIELDS=table.shape[1],
             BLOCK=block,
+        )  # fmt: skip
+
+
+def read_rows(
+    q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, pages: Tensor, copy: Tensor, table: Tensor, starts: Tensor | None,
+    rows: Tensor, slots: int, programs: int, block: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`ops.read_rows`: one launch, no host sync. q, k, v [N, H, D] have unit stride along D."""
+    (batch, length), dtype = tokens.shape, q.dtype
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    made = [torch.empty(batch, t.shape[1], length, t.shape[2], dtype=t.dtype, device=t.device) for t in (q, k, v)]
+    check_like("read_rows", (len(rows), length), tokens=tokens)
+    heads = Heads.of(q, v, q.shape[1], k.shape[1])
+    assert k.dtype == v.dtype == dtype and k.shape[1:] == (heads.KV, heads.DK)
+    views = (View(t, 0, t.stride(1), t.stride(0)) for t in (q, k, v))
+    grid = programs + triton.cdiv(length, ROWS) * (heads.Q + heads.KV), batch
+    if batch:
+        _read_kernel[grid](
+            Rows(pages, copy, table, starts, rows), *views, Blocks(made[0], made[1], made[2], tokens), pages.stride(0),
+            slots, batch, programs, length, FIELDS=table.shape[1], BLOCK=block, HEADS=heads, ROWS=ROWS,
+        )  # fmt: skip
+    return made[0], made[1], made[2]
+
+
+def write_rows(
+    blocks: Tensor, own: Tensor, sequence: Tensor, within: Tensor, out: Tensor, pages: Tensor, copy: Tensor,
+    table: Tensor, starts: Tensor | None, rows: Tensor, slots: int, programs: int, block: int,
+) -> None:  # fmt: skip
+    """`ops.write_rows`: one launch, no host sync. blocks are contiguous; out has unit stride along D."""
+    assert out.stride(-1) == 1
+    check_like("write_rows", own.shape, own=own, sequence=sequence, within=within)
+    check_like("write_rows", (None, out.shape[1], None, out.shape[2]), blocks=blocks)
+    heads = Heads.of(out, out, out.shape[1], 0)
+    if len(rows):
+        _write_kernel[(programs * len(rows) + triton.cdiv(len(own), ROWS) * heads.Q,)](
+            Rows(pages, copy, table, starts, rows), blocks, Places(own, sequence, within),
+            View(out, 0, out.stride(1), out.stride(0)), pages.stride(0), slots, len(rows), programs, blocks.shape[2],
+            len(own), FIELDS=table.shape[1], BLOCK=block, HEADS=heads, ROWS=ROWS,
         )  # fmt: skip

@@ -5,7 +5,8 @@ new length L stay where they are; the other survivors (of the block, and of slot
 no row moves that need not. Slot order may therefore differ from the reference, whose slots are sorted by position.
 
 Launches, because every evicted row must be read before any slot is overwritten:
-1. plan: prefix sums over the masks list the evicted rows, the holes and the sources; the old means are put aside.
+1. plan: prefix sums over the masks list the evicted rows, the holes and the sources; the old means are put aside, the
+   tokens of the block are counted as seen, and what is known of survivors goes where they will be.
 2. merge: programs (head, slice of the value columns) add the listed rows to the moments in fp32 (Chan et al. 1979).
    With a the state before and b the rows, mean = mean_a + (n_b / n) d and S = S_a + S_b + (n_a n_b / n) d_k d_v^T,
    d = mean_b - mean_a; S_b is of centred rows, in a second pass, so that nothing cancels; the bf16
@@ -28,9 +29,9 @@ from torch import Tensor
 from ..errors import check_shape
 from ..reference import LayerState, Selection, Spec
 from ._arguments import PAIRS, MomentPointers, StatePointers, View
-from ._attention import _dot32, _home, _page
+from ._attention import _barrier, _dot32, _home, _page
 from ._codes import _code_places, _codes_of, _exact, _packed, _plain_rows, _scale_places, _scales_of, _stored
-from ._launch import check_contiguous, check_head_dim, check_rows, check_scales, pow2
+from ._launch import check_contiguous, check_head_dim, check_like, check_rows, check_scales, on_hip, pow2
 
 PLAN = 2048  # candidates per prefix sum
 ROWS = 32  # that a program moves at once
@@ -67,10 +68,10 @@ class Tile(NamedTuple):
     COLUMNS: int
 
 
-@triton.jit(do_not_specialize=["page", "used", "splits"])  # N stays: aligned masks are read 16 bytes at a time
+@triton.jit(do_not_specialize=["page", "slots", "used", "splits"])  # N stays: aligned masks are read 16 bytes at a time
 def _plan_kernel(
-    kept_ptr, valid_ptr, lengths_ptr, moments: MomentPointers, plan: PlanPointers, rows_ptr, page, N, used, splits,
-    TILE: tl.constexpr, BLOCK: tl.constexpr,
+    kept_ptr, valid_ptr, known_ptr, state: StatePointers, moments: MomentPointers, plan: PlanPointers, rows_ptr, page,
+    N, slots, used, splits, TILE: tl.constexpr, BLOCK: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     DK: tl.constexpr = TILE.DK
     DV: tl.constexpr = TILE.DV
@@ -82,6 +83,7 @@ def _plan_kernel(
             tl.store(tally_ptr, 0)  # nothing to merge or to move
             tl.store(tally_ptr + 1, 0)
             return
+    state = StatePointers(*[p if p is None else _page(p, home, page) for p in state])
     moments = MomentPointers(*[p if p is None else _page(p, home, page) for p in moments])
     row = head * N
     listed_ptr = plan.lists_ptr + row
@@ -89,9 +91,11 @@ def _plan_kernel(
     sources_ptr = holes_ptr + tl.num_programs(0).to(tl.int64) * N
     lane = tl.arange(0, BLOCK)
     length = tl.zeros([], tl.int32)
+    new = tl.zeros([], tl.int32)
     for start in range(0, N, BLOCK):
         index = start + lane
         valid = tl.load(valid_ptr + row + index, mask=index < N, other=0) != 0
+        new += tl.sum((valid & (index >= used)).to(tl.int32), 0)
         kept = valid & (tl.load(kept_ptr + row + index, mask=index < N, other=0) != 0)
         length += tl.sum(kept.to(tl.int32), 0)
     gone = tl.zeros([], tl.int32)
@@ -111,7 +115,31 @@ def _plan_kernel(
         holes += tl.sum(hole, 0)
         moves += tl.sum(source, 0)
     count = tl.load(moments.count_ptr + own)
-    tl.store(_page(lengths_ptr, home, page) + own, length)
+    tl.store(state.lengths_ptr + own, length)
+    if state.seen_ptr is not None:
+        if head % TILE.HEADS == 0:
+            seen_ptr = state.seen_ptr + own // TILE.HEADS
+            tl.store(seen_ptr, tl.load(seen_ptr) + new)
+    if known_ptr is not None:
+        memory_ptr = state.memory_ptr + own * slots
+        for start in range(0, N, BLOCK):
+            index = start + lane
+            stays = tl.load(kept_ptr + row + index, mask=index < tl.minimum(used, length), other=0) != 0
+            stays &= tl.load(valid_ptr + row + index, mask=index < tl.minimum(used, length), other=0) != 0
+            tl.store(memory_ptr + index, tl.load(known_ptr + row + index, mask=stays, other=0.0), mask=stays)
+        for start in range(0, slots, BLOCK):
+            index = start + lane
+            free = (index >= length) & (index < slots)
+            tl.store(memory_ptr + index, 0.0, mask=free)
+        _barrier(HIP)  # lists are read by other threads than wrote them
+        for start in range(0, moves, BLOCK):
+            inside = start + lane < moves
+            source = tl.load(sources_ptr + start + lane, mask=inside, other=0)
+            hole = tl.load(holes_ptr + start + lane, mask=inside, other=0)
+            tl.store(memory_ptr + hole, tl.load(known_ptr + row + source, mask=inside, other=0.0), mask=inside)
+    if state.attention_ptr is not None:
+        for start in range(0, slots, BLOCK):
+            tl.store(state.attention_ptr + own * slots + start + lane, 0.0, mask=start + lane < slots)
     tl.store(tally_ptr, gone.to(tl.int64))
     tl.store(tally_ptr + 1, moves.to(tl.int64))
     tl.store(tally_ptr + 2, count)
@@ -367,8 +395,9 @@ def move_tile(width: int, packed: bool) -> tuple[int, int]:
 
 
 def compact(
-    valid: Tensor, selection: Selection, block: tuple[Tensor, Tensor, Tensor] | None, state: LayerState, spec: Spec
-) -> None:
+    valid: Tensor, selection: Selection, block: tuple[Tensor, Tensor, Tensor] | None, known: Tensor | None,
+    state: LayerState, spec: Spec,
+) -> None:  # fmt: skip
     """Three launches (four from 4096 candidates), no host sync; shapes as in `reference.compact`.
 
     k, v and positions of the block have any strides, with unit stride along D. `moments.slope`, if there is one, is
@@ -386,14 +415,20 @@ def compact(
     )
     k, v, new_positions = nothing if block is None else block
     used = num - k.shape[2]
-    held, known = StatePointers.of(slots, *PAIRS, "bias", "positions"), MomentPointers.of(moments)
+    held, changing = StatePointers.of(slots, *PAIRS, "bias", "positions"), MomentPointers.of(moments)
     check_scales(op, slots)
     check_shape(op, "kept", kept, (batch, heads, num))
     check_shape(op, "k", k, (batch, heads, None, dk))
     check_shape(op, "v", v, (batch, heads, k.shape[2], dv))
     check_head_dim(op, max(dk, dv))
     check_contiguous(op, valid=valid, kept=kept)
-    page = check_rows(op, state, held, known, lengths=lengths)
+    changed = ("lengths", *["attention"] * (block is not None), *["memory"] * (known is not None))
+    counted = StatePointers.of(slots, *changed, seen=None if block is None else state.seen)
+    check_like(op, valid.shape, known=known)
+    for name in ("attention", "memory"):
+        if (numbers := getattr(slots, name)) is not None:
+            check_shape(op, name, numbers, (None, heads, capacity))
+    page = check_rows(op, state, held, changing, counted)
     assert 0 <= used <= capacity and k.stride(-1) == v.stride(-1) == 1
     if not num or not batch:
         lengths.zero_() if state.rows is None else lengths.index_fill_(0, state.rows, 0)
@@ -412,18 +447,18 @@ def compact(
     rows, columns, warps = MERGE[width]
     tile = Tile(heads, dk, dv, pow2(dk, 16), pow2(dv, 16), rows, columns)
     _plan_kernel[(pairs,)](
-        kept.view(torch.uint8), valid.view(torch.uint8), lengths, known, plan, *where, num, used, splits, TILE=tile,
-        BLOCK=PLAN,
+        kept.view(torch.uint8), valid.view(torch.uint8), known, counted, changing, plan, *where, num, capacity, used,
+        splits, TILE=tile, BLOCK=PLAN, HIP=on_hip(),
     )  # fmt: skip
     block_keys, block_values = View.of(k), View.of(v)
     if moments.key_mean is not None:
         slices = triton.cdiv(dv, columns)
         _moments_kernel[(pairs, slices, splits)](
-            held, block_keys, block_values, plan, known, *where, num, capacity, used, splits, TILE=tile,
+            held, block_keys, block_values, plan, changing, *where, num, capacity, used, splits, TILE=tile,
             SINGLE=splits == 1, num_warps=warps, num_stages=2,
         )  # fmt: skip
         if splits > 1:
-            _merge_kernel[(pairs, slices)](plan, known, *where, splits, TILE=tile, num_warps=warps)
+            _merge_kernel[(pairs, slices)](plan, changing, *where, splits, TILE=tile, num_warps=warps)
     rows, warps = move_tile(pow2(max(dk, dv), 64), slots.format.values.bits == 4)
     movers = min(triton.cdiv(min(num, capacity), rows), MAX_MOVERS)
     _move_kernel[(pairs, movers)](

@@ -335,7 +335,7 @@ def most_registers(order: int | None, tile: DecodeTile, coded: bool, chip: str) 
 
 
 def decode_step(
-    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
+    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One launch: everything contiguous, or rows of it in pages, nothing copied, no host sync; shapes as in
     `reference.decode_step`. Of row 0 results are zero and -inf.
@@ -343,7 +343,8 @@ def decode_step(
     Keys and values have the dtype of q, or are codes with scales (see `_codes`), statistics are fp32, the matrix of the
     moments cross in fp32 or cross / count in half precision; `state.scratch` is a `Workspace`, made if it is empty.
 
-    Returns: out [B, Hq, D] in the dtype of q, lse_retained and lse_evicted [B, Hq] fp32, natural log (-inf if empty).
+    Returns: out [B, Hq, D] in the dtype of q, the given one if it is like that, lse_retained and lse_evicted [B, Hq]
+        fp32, natural log (-inf if empty).
     Raises: FastKVError for shapes, strides or dtypes that are not as above.
     """
     op, slots, starts, moments = "decode_step", state.exact, state.exact.starts, state.moments
@@ -373,7 +374,7 @@ def decode_step(
         room = Workspace.for_state(heads * groups, state)
     parts = room.parts if room is not None and several else PartPointers()
     logits = room.logits if room is not None and collects else None
-    results = decode_outputs(q)
+    results = decode_outputs(q, out)
     _decode_attention_kernel[pairs, tile.PARTS](
         TokenPointers(q, k, v), pointers, evicted, results, parts, logits, state.sink_logits, state.rows, page,
         Sizes(capacity, pool, known.num), Scaling(spec.scale, spec.softcap), TILE=tile, HIP=on_hip(),

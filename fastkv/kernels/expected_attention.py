@@ -3,7 +3,8 @@
     logit_i = s (m.k_i + s/2 k_i.C k_i);   expected_i = (epsilon + mean over the query heads of softmax_i(logit)) |v_i|
 
 Twins of `reference.queries_ahead`, which finds m and C, and of `reference.expected_attention`. Launches of the latter:
-programs of the first take a tile of keys and multiply it with the covariance C of one query head; those of the second
+programs of the first take a tile of keys and multiply it with the covariance C of one query head, all that
+`z_scores.needed_scores` wants; those of the second
 find the largest logit of a query head and the sum of its weights; those of the third add up the weights of the query
 heads of a KV head.
 Bytes per KV head with G query heads: 2 G N D for keys in half precision, 4 G D^2 for covariances, which every tile
@@ -36,18 +37,23 @@ TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 class Tile(NamedTuple):
-    """Constants of a launch: KV heads and query heads of each; numbers of a key, padded; keys and rows of C at once."""
+    """Constants of a launch: KV heads, query heads of each; numbers of a key, padded, of a value; keys, rows of C at
+    once.
+    """
 
     HEADS: int
     G: int
     D: int
     BD: int
+    DV: int
     BLOCK_N: int
     BLOCK_K: int
 
 
 @triton.jit(do_not_specialize=["N"])  # the length of a prompt
-def _logit_kernel(keys: View, valid_ptr, mean_ptr, covariance_ptr, logits_ptr, scale, N, TILE: tl.constexpr):
+def _logit_kernel(
+    keys: View, values: View, valid_ptr, mean_ptr, covariance_ptr, logits_ptr, lengths_ptr, scale, N, TILE: tl.constexpr
+):
     HEADS: tl.constexpr = TILE.HEADS
     D: tl.constexpr = TILE.D
     BD: tl.constexpr = TILE.BD
@@ -71,6 +77,8 @@ def _logit_kernel(keys: View, valid_ptr, mean_ptr, covariance_ptr, logits_ptr, s
     mean = tl.load(mean_ptr + head * D + column, mask=column < D, other=0.0)
     logit = scale * _sum_products(k, turned * (scale / 2) + mean[None, :])
     tl.store(logits_ptr + head * N + key, tl.where(real, logit, -float("inf")), mask=key < N)
+    if head % TILE.G == 0:
+        tl.store(lengths_ptr + kv * N + key, _lengths(values, kv, key, N, HEADS, TILE.DV, COLUMNS), mask=key < N)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -107,8 +115,8 @@ def _lengths(values, kv, index, N, HEADS: tl.constexpr, D: tl.constexpr, COLUMNS
 
 @triton.jit(do_not_specialize=["N"])
 def _weight_kernel(
-    logits_ptr, sums_ptr, values: View, count_ptr, expected_ptr, epsilon, N, HEADS: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, sums_ptr, lengths_ptr, count_ptr, expected_ptr, epsilon, N, HEADS: tl.constexpr, G: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     kv = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -118,7 +126,7 @@ def _weight_kernel(
         head = kv * G + member
         logits = tl.load(logits_ptr + head * N + index, mask=index < N, other=-float("inf"))
         weights += tl.exp(logits - tl.load(sums_ptr + head * 2)) * tl.load(sums_ptr + head * 2 + 1)
-    known = tl.maximum((weights + epsilon) * _lengths(values, kv, index, N, HEADS, D, COLUMNS), TINY)
+    known = tl.maximum((weights + epsilon) * tl.load(lengths_ptr + kv * N + index, mask=index < N, other=0.0), TINY)
     tl.store(expected_ptr + kv * N + index, tl.where(asked, known, 0.0), mask=index < N)
 
 
@@ -278,6 +286,36 @@ def queries_ahead(
     return mean, covariance, count
 
 
+def gaussian_logits(
+    op: str, keys: Tensor, values: Tensor, mean: Tensor, covariance: Tensor, count: Tensor, scale: float, valid: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Logits [B, Hq, N] of the keys, -inf where not valid, and lengths |v| [B, Hkv, N], in one launch.
+
+    Arguments as in `expected_attention`; valid contiguous.
+    """
+    batch, heads, num, dim = keys.shape
+    check_head_dim(op, dim)
+    num_heads = mean.shape[1]
+    groups = check_groups(op, num_heads, heads)
+    check_like(op, (batch, num_heads, 1, dim), mean=mean)
+    check_like(op, (batch, num_heads, dim, dim), covariance=covariance)
+    check_like(op, (batch, 1, 1), count=count)
+    check_like(op, (batch, heads, num), valid=valid)
+    check_shape(op, "values", values, (batch, heads, num, None))
+    assert keys.stride(-1) == values.stride(-1) == 1
+    logits = torch.empty(batch, num_heads, num, dtype=torch.float32, device=keys.device)
+    lengths = torch.empty(batch, heads, num, dtype=torch.float32, device=keys.device)
+    padded = pow2(dim, 64)
+    some, rows, num_warps = TILES[padded]
+    if num and batch:
+        _logit_kernel[batch * num_heads, triton.cdiv(num, some)](
+            View.of(keys), View.of(values), valid.view(torch.uint8), mean, covariance, logits, lengths, scale, num,
+            TILE=Tile(heads, groups, dim, padded, values.shape[-1], some, rows), num_warps=num_warps,
+            num_stages=stages(2),
+        )  # fmt: skip
+    return logits, lengths
+
+
 def expected_attention(
     keys: Tensor, values: Tensor, mean: Tensor, covariance: Tensor, count: Tensor, scale: float, epsilon: float, *,
     valid: Tensor,
@@ -289,30 +327,14 @@ def expected_attention(
     Returns: [B, Hkv, N] fp32. Cost: three launches; no host sync.
     Raises: FastKVError for shapes or strides that do not fit.
     """
-    op, (batch, heads, num, dim) = "expected_attention", keys.shape
-    check_head_dim(op, dim)
-    num_heads = mean.shape[1]
-    groups = check_groups(op, num_heads, heads)
-    check_like(op, (batch, num_heads, 1, dim), mean=mean)
-    check_like(op, (batch, num_heads, dim, dim), covariance=covariance)
-    check_like(op, (batch, 1, 1), count=count)
-    valid = valid.contiguous()
-    check_like(op, (batch, heads, num), valid=valid)
-    check_shape(op, "values", values, (batch, heads, num, None))
-    assert keys.stride(-1) == values.stride(-1) == 1
-    found = torch.empty(batch, heads, num, dtype=torch.float32, device=keys.device)
-    if not found.numel():
-        return found
-    padded = pow2(dim, 64)
-    some, rows, num_warps = TILES[padded]
-    logits = torch.empty(batch, num_heads, num, dtype=torch.float32, device=keys.device)
-    _logit_kernel[batch * num_heads, triton.cdiv(num, some)](
-        View.of(keys), valid.view(torch.uint8), mean, covariance, logits, scale, num,
-        TILE=Tile(heads, groups, dim, padded, some, rows), num_warps=num_warps, num_stages=stages(2),
-    )  # fmt: skip
-    sums = torch.empty(batch, num_heads, 2, dtype=torch.float32, device=keys.device)
-    _sum_kernel[(batch * num_heads,)](logits, sums, num, G=groups, BLOCK=BLOCK)
-    _weight_kernel[batch * heads, triton.cdiv(num, KEYS)](
-        logits, sums, View.of(values), count, found, epsilon, num, HEADS=heads, G=groups, D=values.shape[-1], BLOCK=KEYS
-    )
+    batch, heads, num, _ = keys.shape
+    tokens = keys, values, mean, covariance, count
+    logits, lengths = gaussian_logits("expected_attention", *tokens, scale, valid.contiguous())
+    found, groups = torch.empty_like(lengths), mean.shape[1] // heads
+    if found.numel():
+        sums = torch.empty(*logits.shape[:2], 2, dtype=torch.float32, device=keys.device)
+        _sum_kernel[(sums[..., 0].numel(),)](logits, sums, num, G=groups, BLOCK=BLOCK)
+        _weight_kernel[batch * heads, triton.cdiv(num, KEYS)](
+            logits, sums, lengths, count, found, epsilon, num, HEADS=heads, G=groups, BLOCK=KEYS
+        )
     return found

@@ -35,7 +35,9 @@ def _moment_scores_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
-    length = tl.load(lengths_ptr + pair)
+    length = slots
+    if lengths_ptr is not None:
+        length = tl.load(lengths_ptr + pair)
     slot = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = slot < length
     cols = tl.arange(0, BLOCK_D)
@@ -78,14 +80,14 @@ def _constants(exact: bool, head_dim: int) -> tuple[dict, int]:
 
 
 def moment_scores(
-    *, attention: Tensor | None, keys: Tensor, values: Tensor, lengths: Tensor, value_mean: Tensor | None,
+    *, attention: Tensor | None, keys: Tensor, values: Tensor, lengths: Tensor | None = None, value_mean: Tensor | None,
     matrix: Tensor | None, count: Tensor, scale: float, out: Tensor,
 ) -> Tensor:  # fmt: skip
     """Score every stored token; larger = keep. One launch, no host sync.
 
     Args:
         attention: [B, Hkv, C] fp32, or None for the residual alone.  keys, values: [B, Hkv, C, D].
-        lengths: [B, Hkv] int32.  value_mean: [B, Hkv, D] fp32 or None.  count: [B, Hkv] int64.
+        lengths: [B, Hkv] int32, or None for all slots.  value_mean: [B, Hkv, D] fp32 or None.  count: [B, Hkv] int64.
         matrix: [B, Hkv, D, D], the cross moment in fp32 or cross / count in half precision; None below order 1.
         out: [B, Hkv, C] fp32, written; 0 in slots that hold nothing.
     Returns: out.  Raises: FastKVError for shapes or strides that are not as above.

@@ -10,17 +10,17 @@ from torch import Tensor
 from .. import reference
 from ..reference import Centroids, LayerState, Moments, Selection, Spec
 from . import decode_attention as decode
-from . import leverage, window_scores
+from . import leverage
 from . import moment_scores as residuals
 from . import remember as joining
 from . import select as selection
 from . import slot_signals as slots
 from . import vector_decode as vector
 from ._launch import Workspace, WorkspaceRoom, num_sms
-from .blocks import blocks_of as blocks_of
 from .blocks import candidates as candidates
 from .blocks import copy_rows as copy_rows
-from .blocks import of_blocks as of_blocks
+from .blocks import read_rows as read_rows
+from .blocks import write_rows as write_rows
 from .compact import compact as compact
 from .evict import evict as evict
 from .expected_attention import expected_attention as expected_attention
@@ -28,12 +28,14 @@ from .expected_attention import queries_ahead as queries_ahead
 from .key_scores import keydiff_scores as keydiff_scores
 from .key_scores import manifold_scores as manifold_scores
 from .noncausal_mass import noncausal_attention_mass as noncausal_attention_mass
-from .peak_attention import every_query as every_query
+from .peak_attention import chunk_mean as chunk_mean
 from .peak_attention import most_attended as most_attended
 from .peak_attention import peak_attention as peak_attention
 from .peak_attention import peaks_to_keep as peaks_to_keep
+from .peak_attention import pool_scores as pool_scores
 from .prefill_attention import prefill_attention as prefill_attention
 from .slot_signals import memorise as memorise
+from .window_scores import observed_attention as observed_attention
 from .z_scores import needed_scores as needed_scores
 from .z_scores import z_scores as z_scores
 
@@ -66,13 +68,22 @@ def _joining(state: LayerState, spec: Spec) -> int:
     return state.heads * joining.room_size(rows, parts.keys.shape[-1], parts.values.shape[-1])
 
 
-def decode_step(q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec) -> Any:
+def decode_step(
+    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec, out: Tensor | None = None
+) -> Any:
     """`reference.decode_step`, which does the step itself where values are recovered from the keys of all heads."""
     if state.recovery is not None and state.recovery.weight.shape[1] != state.recovery.weight.shape[2]:
         with state.gathered() as own:
             return reference.decode_step(q, k, v, own, spec)
     step = decode.decode_step if state.approx is None else vector.vector_decode_step
-    return step(q, k, v, state, spec)
+    return step(q, k, v, state, spec, out)
+
+
+def decode_into(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, state: LayerState, spec: Spec) -> None:
+    """`ops.decode_into`."""
+    made, _, _ = decode_step(q, k, v, state, spec, out)
+    if made is not out:
+        out.copy_(made)
 
 
 def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -102,21 +113,12 @@ def sketched_leverage(keys: Tensor, sketch: Tensor, method: str, *, mask: Tensor
     return leverage.leverage_scores(keys=keys, sketch=sketch, mask=mask, centre=centre)
 
 
-def observed_attention(
-    q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, *, pool: int = 1, **given: Any
-) -> Tensor:
-    """`reference.observed_attention`."""
-    scores = window_scores.window_scores(q=q, keys=keys, scale=scale, softcap=softcap, **given)
-    return reference.pool_scores(scores, pool, given.get("positions"), given.get("valid"))
-
-
 def moment_scores(attention: Tensor | None, keys: Tensor, values: Tensor, moments: Moments, scale: float) -> Tensor:
     """`reference.moment_scores`."""
     return residuals.moment_scores(
         attention=attention,
         keys=keys,
         values=values,
-        lengths=torch.full(keys.shape[:2], keys.shape[2], dtype=torch.int32, device=keys.device),
         value_mean=moments.value_mean,
         matrix=moments.cross if moments.slope is None else moments.slope,
         count=moments.count,

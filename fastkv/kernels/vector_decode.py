@@ -351,7 +351,7 @@ def _constants(
 
 
 def vector_decode_step(
-    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
+    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`decode_step` with tokens that have a key but no value, in one launch; shapes as in `reference.decode_step`.
 
@@ -394,7 +394,7 @@ def vector_decode_step(
     tile, num_warps, num_stages = _constants(
         heads, groups, dim, splits, parts, q.dtype, None if matrix is None else matrix.dtype, on_hip()
     )
-    results = decode_outputs(q)
+    results = decode_outputs(q, out)
     _vector_decode_kernel[pairs, splits + parts + (known.order is not None)](
         TokenPointers(q, k, v), pointers, others, RecoveryPointers(recovery.weight, recovery.cos, recovery.sin),
         evicted, results, room.parts, room.logits if collects else None, state.sink_logits, state.rows, page,

@@ -1,11 +1,14 @@
 """(s - mean) / std of each row of scores over its real tokens, in one launch (Compactor, arXiv:2507.08143, Eq. 6).
 
-Twin of `reference.z_scores`, and of `needed_scores`, which adds up those of two or three scores. A program reads its
+Twin of `reference.z_scores`, and of `needed_scores`, which adds up those of two or three scores, one of them made of
+logits here. A program reads its
 row three times: for the mean, for the squares of what is left, which do not cancel, and to write. Bytes per score: 4
 in, from L2 the second and third time, 3 of masks, 4 out.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import FastKVError
-from ._launch import check_contiguous, check_like
+from ._launch import check_contiguous, check_like, pow2
+from .expected_attention import gaussian_logits
 
 BLOCK = 1024
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -55,34 +59,78 @@ def _z_kernel(scores_ptr, mask_ptr, out_ptr, N, BLOCK: tl.constexpr):
         tl.store(out_ptr + place + index, tl.where(real, _scaled(away, mean, square, count), 0.0), mask=index < N)
 
 
+class Ahead(NamedTuple):
+    """What is known of queries to come: logits [B, Hq, N] and lengths [B, Hkv, N] of values, as of `gaussian_logits`,
+    and how many queries say so, [B] int64. Absent: all.
+    """
+
+    logits_ptr: Any = None
+    lengths_ptr: Any = None
+    count_ptr: Any = None
+
+
 @triton.jit
-def _reasons(unlike_ptr, memory_ptr, expected_ptr, valid_ptr, first, N, BLOCK: tl.constexpr):
+def _logits(ahead, row, first, N, G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Logits [GROUP, BLOCK] of the query heads of a KV head."""
+    member, index = tl.arange(0, GROUP), first + tl.arange(0, BLOCK)
+    inside = (member < G)[:, None] & (index < N)[None, :]
+    far = (row * G + member)[:, None] * N
+    return tl.load(ahead.logits_ptr + far + index[None, :], mask=inside, other=-float("inf"))
+
+
+@triton.jit
+def _sums(ahead, row, N, G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest logit of each query head, and one over G times its sum of weights; zeros without."""
+    top = tl.full([GROUP], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    if ahead.logits_ptr is not None:
+        for first in range(0, N, BLOCK):
+            logits = _logits(ahead, row, first, N, G, GROUP, BLOCK)
+            new_top = tl.maximum(top, tl.max(logits, 1))
+            floor = tl.where(new_top == -float("inf"), 0.0, new_top)
+            total = total * tl.exp(top - floor) + tl.sum(tl.exp(logits - floor[:, None]), 1)
+            top = new_top
+    return tl.where(top == -float("inf"), 0.0, top), 1.0 / tl.where(total > 0, total * G, 1.0)
+
+
+@triton.jit
+def _reasons(unlike_ptr, memory_ptr, ahead, sums, valid_ptr, asked, row, first, N, G: tl.constexpr,
+             GROUP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """What is known of some candidates: which are real, how unlike they are, what is remembered, the log of what is
     expected, or 0.
     """
+    top, share = sums
     index = first + tl.arange(0, BLOCK)
-    real = tl.load(valid_ptr + index, mask=index < N, other=0) != 0
-    unlike = tl.load(unlike_ptr + index, mask=real, other=0.0)
-    memory = tl.load(memory_ptr + index, mask=real, other=0.0)
+    place = row * N + index
+    real = tl.load(valid_ptr + place, mask=index < N, other=0) != 0
+    unlike = tl.load(unlike_ptr + place, mask=real, other=0.0)
+    memory = tl.load(memory_ptr + place, mask=real, other=0.0)
     expected = tl.zeros([BLOCK], tl.float32)
-    if expected_ptr is not None:
-        expected = tl.log(tl.maximum(tl.load(expected_ptr + index, mask=real, other=0.0), TINY))
+    if ahead.logits_ptr is not None:
+        weights = tl.exp(_logits(ahead, row, first, N, G, GROUP, BLOCK) - top[:, None]) * share[:, None]
+        known = tl.sum(weights, 0) * tl.load(ahead.lengths_ptr + place, mask=real, other=0.0)
+        expected = tl.log(tl.where(asked, tl.maximum(known, TINY), TINY))
     return real, unlike, memory, tl.where(real, expected, 0.0)
 
 
 @triton.jit(do_not_specialize=["N"])
-def _needed_kernel(unlike_ptr, memory_ptr, expected_ptr, valid_ptr, out_ptr, N, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * N
-    unlike_ptr, memory_ptr, valid_ptr = unlike_ptr + row, memory_ptr + row, valid_ptr + row
-    if expected_ptr is not None:
-        expected_ptr += row
+def _needed_kernel(
+    unlike_ptr, memory_ptr, ahead: Ahead, valid_ptr, out_ptr, N, HEADS: tl.constexpr, G: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, asked = tl.program_id(0).to(tl.int64), True
+    if ahead.count_ptr is not None:
+        asked = tl.load(ahead.count_ptr + row // HEADS) > 0
+    sums = _sums(ahead, row, N, G, GROUP, BLOCK)
     u_sum = tl.zeros([BLOCK], tl.float32)
     m_sum = tl.zeros([BLOCK], tl.float32)
     e_sum = tl.zeros([BLOCK], tl.float32)
     counts = tl.zeros([BLOCK], tl.int32)
     known = tl.zeros([BLOCK], tl.int32)
     for first in range(0, N, BLOCK):
-        real, unlike, memory, expected = _reasons(unlike_ptr, memory_ptr, expected_ptr, valid_ptr, first, N, BLOCK)
+        real, unlike, memory, expected = _reasons(
+            unlike_ptr, memory_ptr, ahead, sums, valid_ptr, asked, row, first, N, G, GROUP, BLOCK
+        )
         u_sum += unlike
         m_sum += tl.maximum(memory, 0.0)
         e_sum += expected
@@ -95,7 +143,9 @@ def _needed_kernel(unlike_ptr, memory_ptr, expected_ptr, valid_ptr, out_ptr, N, 
     m_squares = tl.zeros([BLOCK], tl.float32)
     e_squares = tl.zeros([BLOCK], tl.float32)
     for first in range(0, N, BLOCK):
-        real, unlike, memory, expected = _reasons(unlike_ptr, memory_ptr, expected_ptr, valid_ptr, first, N, BLOCK)
+        real, unlike, memory, expected = _reasons(
+            unlike_ptr, memory_ptr, ahead, sums, valid_ptr, asked, row, first, N, G, GROUP, BLOCK
+        )
         u_away = tl.where(real, unlike - u_mean, 0.0)
         m_away = tl.where(memory > 0, memory - m_mean, 0.0)
         e_away = tl.where(real, expected - e_mean, 0.0)
@@ -104,27 +154,37 @@ def _needed_kernel(unlike_ptr, memory_ptr, expected_ptr, valid_ptr, out_ptr, N, 
         e_squares += e_away * e_away
     u_square, m_square, e_square = tl.sum(u_squares, 0), tl.sum(m_squares, 0), tl.sum(e_squares, 0)
     for first in range(0, N, BLOCK):
-        real, unlike, memory, expected = _reasons(unlike_ptr, memory_ptr, expected_ptr, valid_ptr, first, N, BLOCK)
+        real, unlike, memory, expected = _reasons(
+            unlike_ptr, memory_ptr, ahead, sums, valid_ptr, asked, row, first, N, G, GROUP, BLOCK
+        )
         score = _scaled(unlike - u_mean, u_mean, u_square, count)
         score += _scaled(tl.where(memory > 0, memory - m_mean, 0.0), m_mean, m_square, count)
-        if expected_ptr is not None:
+        if ahead.logits_ptr is not None:
             score += _scaled(expected - e_mean, e_mean, e_square, count)
         index = first + tl.arange(0, BLOCK)
-        tl.store(out_ptr + row + index, tl.where(real, score, 0.0), mask=index < N)
+        tl.store(out_ptr + row * N + index, tl.where(real, score, 0.0), mask=index < N)
 
 
-def needed_scores(unlike: Tensor, memory: Tensor, expected: Tensor | None, valid: Tensor) -> Tensor:
-    """`reference.needed_scores`, in one launch: fp32, all [B, Hkv, N] and contiguous.
+def needed_scores(
+    unlike: Tensor, memory: Tensor, keys: Tensor, values: Tensor, valid: Tensor,
+    ahead: tuple[Tensor, Tensor, Tensor] | None, scale: float,
+) -> Tensor:  # fmt: skip
+    """`reference.needed_scores`, in one launch, and one before it where queries to come are known; unlike, memory fp32
+    and valid [B, Hkv, N], contiguous, the rest as in `expected_attention`.
 
     Raises: FastKVError for other shapes or strides.
     """
-    valid = valid.contiguous()
-    check_like("needed_scores", valid.shape, unlike=unlike, memory=memory, expected=expected)
+    valid, known, groups = valid.contiguous(), Ahead(), 1
+    check_like("needed_scores", valid.shape, unlike=unlike, memory=memory)
     out = torch.empty_like(unlike)
+    if ahead is not None:
+        known = Ahead(*gaussian_logits("needed_scores", keys, values, *ahead, scale, valid), ahead[2])
+        groups = ahead[0].shape[1] // valid.shape[1]
     if out.numel():
         _needed_kernel[(valid[..., 0].numel(),)](
-            unlike, memory, expected, valid.view(torch.uint8), out, valid.shape[-1], BLOCK=BLOCK
-        )
+            unlike, memory, known, valid.view(torch.uint8), out, valid.shape[-1], HEADS=valid.shape[1], G=groups,
+            GROUP=pow2(groups), BLOCK=max(BLOCK // pow2(groups), 128),
+        )  # fmt: skip
     return out
 
 

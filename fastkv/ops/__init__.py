@@ -26,12 +26,10 @@ from ..reference import (
     Moments,
     Slots,
     Spec,
-    chunk_mean,
     compute_dtype,
     moment_estimate,
     moment_residual,
     output_norms,
-    pool_scores,
     protected,
     random_scores,
     streaming_scores,
@@ -49,6 +47,15 @@ def _step_outputs(
 
 # Kernel: one launch, append included; no allocation but the results.
 decode_step = opaque(_step_outputs, changes=("state",))(by_spec(reference.decode_step))
+
+
+@opaque(nothing, changes=("out", "state"))
+def decode_into(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, state: LayerState, spec: Spec) -> None:
+    """`decode_step`, whose attention is written into `out` [B, Hq, Dv]. Kernel: one launch, if that is contiguous."""
+    if resolve(spec.backend, q.device) == "triton":
+        implementation("decode_into", "triton", q.device.type)(q, k, v, out, state, spec)
+    else:
+        out.copy_(decode_step(q, k, v, state, spec)[0])
 
 
 def decode_attention(
@@ -108,24 +115,14 @@ evict = opaque(nothing, changes=("state",))(by_spec(reference.evict))
 memorise = opaque(nothing, changes=("state",))(by_spec(reference.memorise))
 
 
-def _blocks(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    made = [part.new_empty(len(tokens), part.shape[1], tokens.shape[1], part.shape[2]) for part in (q, k, v)]
-    return made[0], made[1], made[2]
-
-
-# Kernel: one launch each.
-blocks_of = opaque(_blocks)(by_keyword(reference.blocks_of))
-of_blocks = opaque(nothing, changes=("out",))(by_keyword(reference.of_blocks))
-
-
 def _candidates(
     keys: Tensor, values: Tensor, positions: Tensor, memory: Tensor | None, lengths: Tensor, k: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    shape, seen = (*positions.shape[:2], positions.shape[2] + k.shape[2]), rest[2]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shape = *positions.shape[:2], positions.shape[2] + k.shape[2]
     both = [t.new_empty((*shape, t.shape[-1]) if positions.shape[2] else (0,)) for t in (keys, values)]
     known = keys.new_empty(0 if memory is None else shape, dtype=torch.float32)
     real = positions.new_empty(shape, dtype=torch.bool)
-    return both[0], both[1], positions.new_empty(shape), real, torch.empty_like(real), known, torch.empty_like(seen)
+    return both[0], both[1], positions.new_empty(shape), real, torch.empty_like(real), known
 
 
 # Kernel: one launch.
@@ -157,36 +154,53 @@ def workspace_room(
     return implementation("workspace_room", "triton", device.type)(num_heads, state, spec, most, device)
 
 
-# Copies of the rows that a batch lives in, where they are pages: all tensors of the state in one launch.
-# `LayerState.taken` and `put` are what they mean. A tensor of the copy is contiguous, as kernels want it.
+# Copies of the rows that a batch lives in, where they are pages: all tensors of the state in one launch, with blocks
+# of tokens that are read there, or were. They mean `LayerState.taken` and `put`, and `reference.blocks_of` and
+# `of_blocks`. A tensor of the copy is contiguous, as kernels want it.
 
 BLOCK = 2048  # words that a program copies
 ALIGNED = 128  # bytes: where each tensor of a copy begins, a line of a GPU's cache
 LAST = 2**31 - 1
 
 
-@opaque(nothing, changes=("pages", "copy"))
+@opaque(nothing, changes=("copy",))
 def copy_rows(
-    pages: Tensor,
-    copy: Tensor,
-    table: Tensor,
-    starts: Tensor | None,
-    rows: Tensor,
-    slots: int,
-    programs: int,
+    pages: Tensor, copy: Tensor, table: Tensor, starts: Tensor | None, rows: Tensor, slots: int, programs: int,
     block: int,
-    back: bool,
-) -> None:
-    """Copy stretches of the rows of pages [P, bytes] to a copy, both uint8, or back. Only kernels do this.
+) -> None:  # fmt: skip
+    """Copy stretches of the rows of pages [P, bytes] to a copy, both uint8. Only kernels do this, and what follows.
 
     Args: table [6, F] int64, of each stretch: its first program, its first byte in a page, bytes of one row before it
         in the copy, bytes of its row in the copy, of a slot if it is a slab, and of a word.  starts: [P, Hkv + 1] of
         slabs, of which the copy has `slots` slots of each head.  rows [B] int64.  programs: how many each row has, of
         `block` words each.
     """
-    implementation("copy_rows", "triton", pages.device.type)(
-        pages, copy, table, starts, rows, slots, programs, block, back
-    )
+    implementation("copy_rows", "triton", pages.device.type)(pages, copy, table, starts, rows, slots, programs, block)
+
+
+def _blocks(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    made = [part.new_empty(len(tokens), part.shape[1], tokens.shape[1], part.shape[2]) for part in (q, k, v)]
+    return made[0], made[1], made[2]
+
+
+@opaque(_blocks, changes=("copy",))
+def read_rows(
+    q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, pages: Tensor, copy: Tensor, table: Tensor, starts: Tensor | None,
+    rows: Tensor, slots: int, programs: int, block: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`copy_rows` and `reference.blocks_of`."""
+    moved = pages, copy, table, starts, rows, slots, programs, block
+    return implementation("read_rows", "triton", q.device.type)(q, k, v, tokens, *moved)  # type: ignore[no-any-return]
+
+
+@opaque(nothing, changes=("out", "pages"))
+def write_rows(
+    blocks: Tensor, own: Tensor, sequence: Tensor, within: Tensor, out: Tensor, pages: Tensor, copy: Tensor,
+    table: Tensor, starts: Tensor | None, rows: Tensor, slots: int, programs: int, block: int,
+) -> None:  # fmt: skip
+    """`copy_rows`, back, and `reference.of_blocks`."""
+    moved = pages, copy, table, starts, rows, slots, programs, block
+    implementation("write_rows", "triton", out.device.type)(blocks, own, sequence, within, out, *moved)
 
 
 @functools.lru_cache(maxsize=32)
@@ -206,10 +220,13 @@ def _table(stretches: tuple[tuple[int, int, int], ...], device: torch.device) ->
     return torch.tensor(list(zip(*columns)), device=device), places, end, programs
 
 
-def _copied(state: LayerState, names: list[str], copy: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """Copy the named tensors of the batch's rows out of their pages; from the `copy` back, if that is given.
+def _moved(
+    state: LayerState, names: list[str], copy: Tensor | None = None
+) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
+    """Where the named tensors of the batch's rows are in their pages and in a copy, which is made if there is none.
 
-    Of a slab, the copy has heads of equally many slots. Returns: the copy, uint8, and the tensors that are views of it.
+    Of a slab, the copy has heads of equally many slots. Returns: the tensors that are views of the copy, and arguments
+    of `copy_rows`.
     """
     named, exact, rows, pages = dict(state.named_tensors()), state.exact, state.rows, state.pages
     assert rows is not None and pages is not None
@@ -224,37 +241,62 @@ def _copied(state: LayerState, names: list[str], copy: Tensor | None = None) -> 
         stretches.append((first, prod(shape) * tensor.itemsize, prod(tensor.shape[2:]) * tensor.itemsize * slab))
         shapes.append((shape, tensor.dtype))
     table, places, each, programs = _table(tuple(stretches), pages.device)
-    number, back = len(rows), copy is not None
     if copy is None:
-        copy = torch.empty(number * each, dtype=torch.uint8, device=pages.device)
-    copy_rows(pages, copy, table, starts, rows, exact.limit, programs, BLOCK, back)
+        copy = torch.empty(len(rows) * each, dtype=torch.uint8, device=pages.device)
     found = {}
     for name, (shape, dtype), (_, size, _), place in zip(names, shapes, stretches, places):
-        part = copy[number * place : number * (place + size)]
-        found[name] = part.view(dtype).view(number, *shape)
-    return copy, found
+        part = copy[len(rows) * place : len(rows) * (place + size)]
+        found[name] = part.view(dtype).view(len(rows), *shape)
+    return found, (pages, copy, table, starts, rows, exact.limit, programs, BLOCK)
+
+
+def _own(state: LayerState, but: tuple[str, ...]) -> tuple[LayerState, tuple[Any, ...]]:
+    """A state for a copy that `copy_rows` is going to fill, and its arguments."""
+    own = state.shell()
+    found, moved = _moved(state, [name for name in state.names_but(but) if name != "exact.starts"])
+    for name, tensor in found.items():
+        own.replace(name, tensor)
+    own.pages, own.exact.starts = moved[1], None
+    return own, moved
+
+
+def _copies(state: LayerState, spec: Spec, equal: bool) -> bool:
+    """Whether kernels copy the rows: of pages whose heads have equally many slots or can be copied so."""
+    if state.pages is None or (state.exact.starts is not None and not equal):
+        return False
+    return resolve(spec.backend, state.pages.device) == "triton"
 
 
 def taken(state: LayerState, spec: Spec, but: tuple[str, ...] = (), equal: bool = False) -> LayerState:
-    """`LayerState.taken`. Kernel: one launch, of pages whose heads have equally many slots or can be copied so."""
-    slabs = state.exact.starts is not None and not equal
-    if slabs or state.pages is None or resolve(spec.backend, state.pages.device) != "triton":
+    """`LayerState.taken`. Kernel: one launch."""
+    if not _copies(state, spec, equal):
         return state.taken(but, equal=equal)
-    own = state.shell()
-    own.pages, found = _copied(state, [name for name in state.names_but(but) if name != "exact.starts"])
-    for name, tensor in found.items():
-        own.replace(name, tensor)
-    own.exact.starts = None
+    own, moved = _own(state, but)
+    copy_rows(*moved)
     return own
 
 
-def put(state: LayerState, own: LayerState) -> None:
-    """`LayerState.put` of what `taken` made. Kernel: one launch, into pages."""
+def read(
+    state: LayerState, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, equal: bool
+) -> tuple[LayerState, Tensor, Tensor, Tensor]:
+    """`taken`, and q, k and v as `reference.blocks_of` makes them. Kernel: one launch."""
+    if not _copies(state, spec, equal):
+        return state.taken(equal=equal), *reference.blocks_of(q, k, v, tokens)
+    own, moved = _own(state, ())
+    return own, *read_rows(q, k, v, tokens, *moved)
+
+
+def write(
+    state: LayerState, own: LayerState, blocks: Tensor, token: Tensor, sequence: Tensor, within: Tensor, out: Tensor
+) -> None:
+    """`LayerState.put` of what `read` made, and `reference.of_blocks`. Kernel: one launch, into pages."""
     if own.pages is None:
         state.put(own)
+        reference.of_blocks(blocks, token, sequence, within, out)
         return
     here = dict(state.named_tensors())
-    _copied(state, [name for name, tensor in own.named_tensors() if tensor is not here[name]], own.pages)
+    changed = [name for name, tensor in own.named_tensors() if tensor is not here[name]]
+    write_rows(blocks, token, sequence, within, out, *_moved(state, changed, own.pages)[1])
 
 
 # Scores: how much each cached token matters. And which of them stay.
@@ -355,16 +397,9 @@ def leverage_scores(
 noncausal_attention_mass = opaque(_of_second)(by_keyword(reference.noncausal_attention_mass))
 
 
-def _every(queries: Tensor, valid: Tensor, every: int, *rest: Any) -> tuple[Tensor, Tensor]:
-    batch, heads, num, dim = queries.shape
-    chosen = queries.new_empty(batch, heads, -(-num // every), dim)
-    return chosen, valid.new_empty(batch, chosen.shape[2])
-
-
-# Kernel: one launch.
-every_query = opaque(_every)(by_keyword(reference.every_query))
-
-# Kernel: two launches and a sort.
+# Kernel: two launches each, and a sort of many candidates.
+pool_scores = opaque(lambda scores, *rest: torch.empty_like(scores))(by_keyword(reference.pool_scores))
+chunk_mean = opaque(lambda scores, *rest: torch.empty_like(scores))(by_keyword(reference.chunk_mean))
 peaks_to_keep = opaque(lambda most, values, memory, *rest: torch.empty_like(memory))(
     by_keyword(reference.peaks_to_keep)
 )
@@ -375,14 +410,22 @@ peak_attention = opaque(_of_second)(by_keyword(reference.peak_attention))
 # Kernel: one launch.
 most_attended = opaque(_of_second)(by_keyword(reference.most_attended))
 
-# Kernel: three launches, no logits in memory.
-observed_attention = opaque(_of_second)(by_keyword(reference.observed_attention))
+
+def _observed(q: Tensor, keys: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    scores = _of_first(keys)
+    return scores, scores.new_empty(len(keys), 1, 1)
+
+
+# Kernel: two launches, no logits in memory.
+observed_attention = opaque(_observed)(by_keyword(reference.observed_attention))
 
 
 def window_scores(q: Tensor, keys: Tensor, scale: float, pool: int = 7, *, backend: str = "auto") -> Tensor:
     """`reference.window_scores`: `observed_attention` of all queries to all keys."""
     reference.check_pool(pool)
-    return observed_attention(q, keys, scale, pool=pool, backend=backend)
+    places = torch.zeros(keys.shape[:3], dtype=torch.int32, device=keys.device)
+    scores, _ = observed_attention(q, keys, places, torch.ones_like(places, dtype=torch.bool), scale, backend=backend)
+    return reference.pool_scores(scores, pool)
 
 
 # Kernel: one launch.
@@ -407,7 +450,7 @@ expected_attention = opaque(lambda keys, *rest: keys.new_empty(keys.shape[:3], d
     by_keyword(reference.expected_attention)
 )
 
-# Kernel: one launch.
+# Kernel: one launch; two for queries to come, without copies of keys.
 needed_scores = opaque(lambda unlike, *rest: torch.empty_like(unlike))(by_keyword(reference.needed_scores))
 
 # Kernel: one launch.

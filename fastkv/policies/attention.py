@@ -50,7 +50,8 @@ class SnapKV(Policy):
         assert signals.attention is not None
         if signals.decoding:
             return signals.attention
-        return ops.pool_scores(signals.attention, self.pool, signals.positions, signals.valid)
+        known = signals.attention, self.pool, signals.positions, signals.valid
+        return ops.pool_scores(*known, backend=signals.layer.backend)
 
 
 @dataclass(frozen=True)

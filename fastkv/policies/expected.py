@@ -60,14 +60,17 @@ class ExpectedAttention(Policy):
 
         It needs `signals.queries` and the rotary embedding.
         """
-        layer, valid, rotary = signals.layer, signals.valid, signals.layer.rotary
-        assert signals.queries is not None and rotary is not None
-        ahead = ops.queries_ahead(
-            signals.queries, signals.positions, valid, rotary, self.horizon, self.sinks, backend=layer.backend
-        )
+        layer, tokens, ahead = signals.layer, (signals.keys, signals.values), self.ahead(signals)
         return ops.expected_attention(
-            signals.keys, signals.values, *ahead, layer.scale, self.epsilon, valid=valid, backend=layer.backend
+            *tokens, *ahead, layer.scale, self.epsilon, valid=signals.valid, backend=layer.backend
         )
+
+    def ahead(self, signals: Signals) -> tuple[Tensor, Tensor, Tensor]:
+        """`ops.queries_ahead` of the block's queries."""
+        layer, rotary = signals.layer, signals.layer.rotary
+        assert signals.queries is not None and rotary is not None
+        block = signals.queries, signals.positions, signals.valid
+        return ops.queries_ahead(*block, rotary, self.horizon, self.sinks, backend=layer.backend)
 
     def score(self, signals: Signals) -> Tensor:
         """What is remembered; of generated tokens, the mean of the head's others."""

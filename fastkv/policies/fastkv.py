@@ -56,14 +56,13 @@ class FastKV(Policy):
         assert signals.memory is not None
         if signals.queries is None:
             return signals.memory
-        chosen, asked = ops.every_query(signals.queries, valid, self.every, backend=backend)
         most = ops.peak_attention(
-            chosen,
+            signals.queries,
             signals.keys,
             layer.scale,
             layer.softcap,
             valid=valid,
-            asked=asked,
+            every=self.every,
             sink_logits=layer.sink_logits,
             backend=backend,
         )
@@ -72,7 +71,7 @@ class FastKV(Policy):
 
     def score(self, signals: Signals) -> Tensor:
         """The sum of the z-scores, [B, Hkv, N] fp32."""
-        layer, valid, expected = signals.layer, signals.valid, None
+        layer, valid, ahead = signals.layer, signals.valid, None
         assert signals.memory is not None
         unlike = ops.keydiff_scores(
             signals.keys,
@@ -83,8 +82,9 @@ class FastKV(Policy):
             backend=layer.backend,
         )
         if signals.queries is not None:
-            expected = ExpectedAttention(horizon=self.horizon, epsilon=0.0).expected(signals)
-        return ops.needed_scores(unlike, signals.memory, expected, valid, backend=layer.backend)
+            ahead = ExpectedAttention(horizon=self.horizon).ahead(signals)
+        tokens = signals.keys, signals.values, valid
+        return ops.needed_scores(unlike, signals.memory, *tokens, ahead, layer.scale, backend=layer.backend)
 
 
 @dataclass(frozen=True)

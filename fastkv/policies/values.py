@@ -78,7 +78,8 @@ class MomentKV(Policy):
         scores = self._informed(signals) if self.informed else signals.attention
         if signals.decoding:
             return scores
-        return ops.chunk_mean(scores, self.chunk, signals.positions, signals.valid)
+        known = scores, self.chunk, signals.positions, signals.valid
+        return ops.chunk_mean(*known, backend=signals.layer.backend)
 
     def _informed(self, signals: Signals) -> Tensor:
         moments = signals.moments

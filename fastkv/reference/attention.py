@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import check_groups, check_shape
-from .gather import add_to_slab
+from .gather import add_to_slab, rows_at
 from .moments import Evicted, Moments, compute_dtype
 from .state import LayerState, Slots, Spec
 
@@ -336,17 +336,18 @@ def peak_attention(
     softcap: float | None = None,
     *,
     valid: Tensor,
-    asked: Tensor,
+    every: int,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
     """For each key, the largest weight that any query gives it where all see all, earlier and later: max softmax(s).
 
-    Args: q [B, Hq, T, D]; keys [B, Hkv, N, D]; valid [B, Hkv, N] bool, false for keys nobody sees; asked [B, T] bool,
-        false for queries that do not count; sink_logits [Hq], of learned sinks.
+    Args: q [B, Hq, T, D], of the last T of N candidates; keys [B, Hkv, N, D]; valid [B, Hkv, N] bool, false for keys
+        nobody sees; every: one real query in so many is asked, as of `every_query`; sink_logits [Hq], of learned sinks.
     Returns: [B, Hkv, N] fp32 (fp64 for fp64 inputs), the maximum over queries and over the query heads of a KV head; 0
         where not valid.
     """
     groups, heads, dtype = check_peak(q, keys, valid), keys.shape[1], compute_dtype(q)
+    q, asked = every_query(q, valid, every)
     most = torch.zeros(keys.shape[:3], dtype=dtype, device=keys.device)
     keys = torch.where(valid[..., None], keys, 0).to(dtype)
     for part, counts in zip(q.split(QUERY_CHUNK, 2), asked.split(QUERY_CHUNK, 1)):
@@ -356,6 +357,17 @@ def peak_attention(
             weights, _ = with_sink(weights, lse, sink_logits.to(dtype).view(heads, groups, 1))
         torch.maximum(most, torch.where(counts[:, None, None, :, None], weights, 0).amax((2, 3)), out=most)
     return most
+
+
+def every_query(queries: Tensor, valid: Tensor, every: int) -> tuple[Tensor, Tensor]:
+    """One of so many queries of a block, wherever padding is, and which of the chosen are real.
+
+    Args: queries [B, Hq, T, D], of the last T of N candidates; valid [B, Hkv, N], of which the first head's counts.
+    Returns: [B, Hq, T / every, D] and [B, T / every] bool.
+    """
+    real = valid[:, 0, -queries.shape[2] :]
+    chosen = (~real).to(torch.uint8).argsort(dim=-1, stable=True)[:, ::every]
+    return rows_at(queries, chosen[:, None].expand(-1, queries.shape[1], -1)), real.gather(1, chosen)
 
 
 def check_peak(q: Tensor, keys: Tensor, valid: Tensor, lse: Tensor | None = None) -> int:

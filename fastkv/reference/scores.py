@@ -6,6 +6,8 @@ uses the stored `positions`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,13 +15,13 @@ from torch.nn import functional as F
 from ..errors import FastKVError, check_groups, check_shape
 from ..rotary import Rotary
 from .attention import biased, grouped_logits, masked_softmax
-from .gather import rows_at
 from .moments import compute_dtype
 from .selection import in_order
 
 ANCHORS = ("mean", "normalized_mean", "median", "pairwise")
 DISTANCES = ("cosine", "dot", "euclidean")
 TINY = torch.finfo(torch.float32).tiny
+WATCHED = 256  # queries observed at once where a policy watches all of them
 EPSILON = 1e-12  # a key of no length has the cosine 0 with everything
 
 
@@ -128,33 +130,71 @@ def window_scores(q: Tensor, keys: Tensor, scale: float, pool: int = 7) -> Tenso
 def observed_attention(
     q: Tensor,
     keys: Tensor,
+    positions: Tensor,
+    valid: Tensor,
     scale: float,
     softcap: float | None = None,
     *,
-    positions: Tensor | None = None,
-    query_positions: Tensor | None = None,
-    valid: Tensor | None = None,
-    query_valid: Tensor | None = None,
+    window: int | None = None,
     log_mass: Tensor | None = None,
-    pool: int = 1,
+    sink_logits: Tensor | None = None,
     bias: Tensor | None = None,
-) -> Tensor:
-    """`window_attention` where a query sees the valid keys up to its own position, then `pool_scores`.
+) -> tuple[Tensor, Tensor]:
+    """Mean attention weight that the last `window` real queries of a block give every candidate, and how many they are.
 
-    Args: positions, valid, bias [B, Hkv, N]; query_positions, query_valid [B, W]; log_mass [B, Hq, W]; all may be None.
+    A query sees the candidates up to its own position. Beside them its softmax has what `log_mass` and `sink_logits`
+    say.
+
+    Args: q [B, Hq, T, D], of the last T of N candidates; keys [B, Hkv, N, D]; positions, valid [B, Hkv, N], of which
+        the first head's count for the block; window: None for all queries; log_mass [B, Hq, T], of the evicted tokens;
+        sink_logits [Hq]; bias [B, Hkv, N], addends of the logits.
+    Returns: [B, Hkv, N] and [B, 1, 1] fp32 (fp64 for fp64 inputs).
     """
-    given = {"query_valid": query_valid, "log_mass": log_mass, "bias": bias}
-    scores = window_attention(q, keys, scale, softcap, visible=visible_keys(positions, query_positions, valid), **given)
-    return pool_scores(scores, pool, positions, valid)
+    return observed(window_attention, q, keys, positions, valid, scale, softcap, window, log_mass, sink_logits, bias)
 
 
-def visible_keys(positions: Tensor | None, query_positions: Tensor | None, valid: Tensor | None) -> Tensor | None:
-    """[B, Hkv, W or 1, N] bool, which keys a query sees, from what `observed_attention` is given; None for all."""
-    visible = None if valid is None else valid[:, :, None]
-    if positions is None or query_positions is None:
-        return visible
-    past = positions[:, :, None] <= query_positions[:, None, :, None]
-    return past if visible is None else visible & past
+def observed(
+    attention: Callable[..., Tensor],
+    q: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    valid: Tensor,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    log_mass: Tensor | None,
+    sink_logits: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`observed_attention` by any `window_attention`, for some queries at a time."""
+    num, length = q.shape[2], keys.shape[2]
+    real, places = (part[:, 0, length - num :] for part in (valid, positions))
+    mass = log_mass
+    if sink_logits is not None:
+        sinks = sink_logits[:, None].expand(q.shape[:3]).to(compute_dtype(q))
+        mass = sinks if mass is None else torch.logaddexp(mass, sinks)
+    if window is not None and window < num:
+        # Each row's own last tokens, on whichever side it is padded.
+        last = real.to(torch.uint8).argsort(dim=-1, stable=True)[:, -window:]
+        q = q.gather(2, last[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
+        mass = None if mass is None else mass.gather(2, last[:, None].expand(-1, q.shape[1], -1))
+        real, places = real.gather(1, last), places.gather(1, last)
+    received = queried = keys.new_zeros((), dtype=torch.float32)
+    for start in range(0, q.shape[2], WATCHED):
+        some = slice(start, start + WATCHED)
+        mean = attention(
+            q[:, :, some],
+            keys,
+            scale,
+            softcap,
+            visible=valid[:, :, None] & (positions[:, :, None] <= places[:, None, some, None]),
+            query_valid=real[:, some],
+            log_mass=None if mass is None else mass[:, :, some].contiguous(),
+            bias=bias,
+        )
+        asked = real[:, some].sum(-1)[:, None, None].to(mean.dtype)
+        received, queried = received + mean * asked, queried + asked
+    return received / queried.clamp(min=1), queried
 
 
 def position_order(positions: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,7 +216,7 @@ def pool_scores(scores: Tensor, pool: int, positions: Tensor | None = None, vali
     """
     check_pool(pool)
     if pool == 1:
-        return scores
+        return scores.clone()
     if positions is None or valid is None:
         return F.avg_pool1d(scores, pool, stride=1, padding=pool // 2)
     order, inverse = position_order(positions, valid)
@@ -190,7 +230,7 @@ def chunk_mean(scores: Tensor, chunk: int, positions: Tensor, valid: Tensor) -> 
     Args: scores, positions, valid [B, Hkv, N].  Returns: [B, Hkv, N]; 0 where not valid.
     """
     if chunk == 1:
-        return scores
+        return scores.clone()
     order, inverse = position_order(positions, valid)
     label = torch.where(valid, positions // chunk, -1).gather(-1, order)
     starts = F.pad(label[..., 1:] != label[..., :-1], (1, 0))
@@ -334,17 +374,6 @@ def expected_attention(
     return torch.where(count > 0, known, 0)
 
 
-def every_query(queries: Tensor, valid: Tensor, every: int) -> tuple[Tensor, Tensor]:
-    """One of so many queries of a block, wherever padding is, and which of the chosen are real.
-
-    Args: queries [B, Hq, T, D], of the last T of N candidates; valid [B, Hkv, N], of which the first head's counts.
-    Returns: [B, Hq, T / every, D] and [B, T / every] bool.
-    """
-    real = valid[:, 0, -queries.shape[2] :]
-    chosen = (~real).to(torch.uint8).argsort(dim=-1, stable=True)[:, ::every]
-    return rows_at(queries, chosen[:, None].expand(-1, queries.shape[1], -1)), real.gather(1, chosen)
-
-
 def peaks_to_keep(most: Tensor, values: Tensor, memory: Tensor, positions: Tensor, valid: Tensor, pool: int) -> Tensor:
     """The largest attention of any query times |v|, over neighbours, or what is remembered if that is more.
 
@@ -364,13 +393,25 @@ def known_or_mean(memory: Tensor, valid: Tensor) -> Tensor:
     return torch.where(known, score, mean)
 
 
-def needed_scores(unlike: Tensor, memory: Tensor, expected: Tensor | None, valid: Tensor) -> Tensor:
+def needed_scores(
+    unlike: Tensor,
+    memory: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    valid: Tensor,
+    ahead: tuple[Tensor, Tensor, Tensor] | None,
+    scale: float,
+) -> Tensor:
     """The sum of z-scores of what says that a token may be needed: `unlike`, `known_or_mean` of the memory, and the log
-    of what is `expected`, if that is known. All [B, Hkv, N] fp32, the result too.
+    of what is expected.
+
+    Args: unlike, memory, valid [B, Hkv, N]; the rest as in `expected_attention`, of which `ahead` has mean, covariance
+        and count, None where nothing is known of queries.
+    Returns: [B, Hkv, N] fp32, 0 where not valid.
     """
     reasons = [unlike, known_or_mean(memory, valid)]
-    if expected is not None:
-        reasons.append(expected.clamp(min=TINY).log())
+    if ahead is not None:
+        reasons.append(expected_attention(keys, values, *ahead, scale, 0.0, valid=valid).clamp(min=TINY).log())
     score, *others = z_scores(torch.stack(reasons), valid)
     for other in others:
         score = score + other

@@ -130,14 +130,14 @@ def candidates(
     seen: Tensor,
     sinks: int,
     recent: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What a layer chooses from: the tokens in C slots of each head, then those of a block.
 
     Padding of the block gets the position of the token before it; it is never valid, so this is never read.
 
     Args: keys, values [B, Hkv, C, D], positions and memory (or None) [B, Hkv, C] of the slots, of which `lengths` [B,
         Hkv] are in use; k, v [B, Hkv, T, D] and valid [B, T] of the block; seen [B], true tokens before it.
-    Returns: keys, values, positions, valid, `protected`, memory of the C + T candidates, and how many tokens are seen.
+    Returns: keys, values, positions, valid, `protected` once the block is seen, and memory of the C + T candidates.
         Keys and values are empty where there are no slots, since they would be copies of the block's; memory without
         one.
     """
@@ -148,20 +148,26 @@ def candidates(
     if memory is not None:
         known = joined(memory, k.new_zeros(k.shape[:3], dtype=torch.float32))
     both = [joined(old, fresh) if keys.shape[2] else old.new_empty(0) for old, fresh in ((keys, k), (values, v))]
-    positions, seen = joined(positions, new), seen + valid.sum(-1)
-    return both[0], both[1], positions, real, protected(positions, seen, sinks, recent), known, seen
+    positions = joined(positions, new)
+    return both[0], both[1], positions, real, protected(positions, seen + valid.sum(-1), sinks, recent), known
 
 
 def compact(
-    valid: Tensor, selection: Selection, block: tuple[Tensor, Tensor, Tensor] | None, state: LayerState, spec: Spec
+    valid: Tensor,
+    selection: Selection,
+    block: tuple[Tensor, Tensor, Tensor] | None,
+    known: Tensor | None,
+    state: LayerState,
+    spec: Spec,
 ) -> None:
     """Merge the candidates that were not selected into the moments and move the selected ones to the front, in place.
 
     The selected ones end up in order of position, so that slots are positional after a prompt. Heads must have equally
-    many slots.
+    many slots. The tokens of a block are seen from then on, and what slots receive is counted anew.
 
     Args: valid [B, Hkv, N] bool, N = S + T: which of the first S slots and of the block are tokens; selection: made
-        over them; block: k, v [B, Hkv, T, D] and positions [B, Hkv, T] of new tokens, None for none.
+        over them; block: k, v [B, Hkv, T, D] and positions [B, Hkv, T] of new tokens, None for none; known: a number
+        of each candidate, which becomes the memory of the selected ones, [B, Hkv, N] fp32, or None.
     """
     slots, moments = state.exact, state.moments
     used = valid.shape[-1] - (0 if block is None else block[0].shape[2])
@@ -169,10 +175,18 @@ def compact(
     gone = moments.add(slots["keys"][:, :, :used], slots["values"][:, :, :used], evicted[..., :used])
     every = {name: rows[:, :, :used] for name, rows in slots.moving().items()}
     if block is not None:
+        state.seen.add_(valid[:, 0, used:].sum(-1))
+        if slots.attention is not None:
+            slots.attention.zero_()
         gone = gone.add(*block[:2], evicted[..., used:])
         every = {name: joined(every[name], new) for name, new in slots.encoded(*block).items()}
     moments.copy_(gone)
     index = in_order(every["positions"], selection.kept)[..., : slots.keys.shape[2]]
+    if known is not None:
+        assert slots.memory is not None
+        there = torch.arange(index.shape[-1], device=index.device) < selection.counts[..., None]
+        slots.memory.zero_()
+        slots.memory[:, :, : index.shape[-1]] = torch.where(there, known.gather(-1, index), 0)
     for name, rows in slots.moving().items():
         rows[:, :, : index.shape[-1]] = rows_at(every[name], index)
     slots.lengths.copy_(selection.counts)
@@ -211,10 +225,10 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     valid = torch.arange(num, device=scores.device) < slots.lengths[..., None]
     chosen = select_slots(scores, state, spec) if kept is None else Selection(kept, kept.sum(-1))
     if slots.starts is None:
-        compact(valid, chosen, None, state, spec)
+        compact(valid, chosen, None, None, state, spec)
         return
     equal = slots.equal(num)
-    compact(valid, chosen, None, LayerState(equal, state.seen, state.moments), spec)
+    compact(valid, chosen, None, None, LayerState(equal, state.seen, state.moments), spec)
     pack(slots.starts, zip(slots.moving().values(), equal.moving().values()))
 
 

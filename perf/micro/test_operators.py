@@ -77,7 +77,7 @@ def test_select_and_compact(compared: Any, tokens: int, candidates: Any, layer: 
 
     def run(module: Any, state: LayerState, k: torch.Tensor, v: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         chosen = module.select(scores, positions, valid, guard, tokens)
-        module.compact(valid, chosen, (k, v, new), state, states.spec())
+        module.compact(valid, chosen, (k, v, new), None, state, states.spec())
         return state.moments.cross
 
     compared(make, run)

@@ -168,7 +168,7 @@ def field(x: Array, first: Array, count: Array) -> Array:
     left = (64 - count).astype(np.int64).clip(0, 63)
     bits = (x.astype(np.int64) >> first) << left
     whole = bits >> left if x.dtype.kind == "i" else (bits.view(np.uint64) >> left.view(np.uint64)).view(np.int64)
-    return np.where(count == 0, 0, whole).astype(np.uint32)
+    return np.where(count == 0, 0, whole).astype(f"u{x.dtype.itemsize}")
 
 
 def permuted(low: Array, high: Array, selector: Array) -> Array:
@@ -270,7 +270,7 @@ FUNCTIONS: dict[str, Callable[..., tuple[list[str], str, Callable]]] = {
         [kind], to, lambda x: x.astype(dtype_of(to)),
     ),
     r"cvt\.rn\.(bf16|f16)x2\.f32": lambda kind: (["f32"] * 2, "b32", pair(kind)),
-    r"bfe\.([su]32)": lambda kind: ([kind, "u32", "u32"], "b32", field),
+    r"bfe\.([su](?:32|64))": lambda kind: ([kind, "u32", "u32"], f"b{kind[1:]}", field),
     r"lop3\.b32": lambda: (["b32"] * 4, "b32", looked_up),
     r"prmt\.b32": lambda: (["b32"] * 3, "b32", permuted),
     r"popc\.(b32|b64)": lambda kind: ([kind], "u32", np.bitwise_count),

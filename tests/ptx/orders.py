@@ -139,6 +139,7 @@ def compacting(dim: int, slots: str = "model", **made):
     state = layer(dim, False, **made)
     state.exact.keys, state.exact.values = normal(2, BATCH, HEADS, room, dim)
     state.exact.positions = torch.rand(BATCH, HEADS, room).argsort(-1).int()
+    state.exact.attention = torch.ones(BATCH, HEADS, room)
     state.exact.limit = room
     state = encoded(state, slots)
     state.moments.slope = torch.zeros(BATCH, HEADS, dim, dim, dtype=torch.float16)
@@ -152,7 +153,7 @@ def compacting(dim: int, slots: str = "model", **made):
     def call(state):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(compact_module, "ROWS_PER_SPLIT", num // 2)
-            operations.compact(valid, Selection(kept, kept.sum(-1)), (*block, places), state, make_spec())
+            operations.compact(valid, Selection(kept, kept.sum(-1)), (*block, places), None, state, make_spec())
         return ()
 
     return Problem(state, call, Workspace.for_state(HEADS * G, state))

@@ -82,7 +82,7 @@ class Watched(HeldPrompt):
         assert state is not None
         known, guard = signals.candidates(state, k, v, valid, rule)
         first = state.exact.filled  # slots, all of them empty
-        known, scores = signals.score(signals.of_block(known, q, valid, state, rule, None, None), rule)
+        known, scores = signals.score(signals.of_block(known, q, state, rule, None, None), rule)
         scores = scores.float().masked_fill(guard, float("inf"))[0, :, first:]
         self.order = scores.sort(stable=True, dim=-1, descending=True).indices
         self.curves = torch.zeros(2, k.shape[1], POINTS + 1, device=k.device)

@@ -50,7 +50,8 @@ class Part:
         """
         number, at = len(self.rows), self.places
         if number and at is None:
-            out[:number] = layer.step(self.rows, *(part[:number].contiguous() for part in (q, k, v)))
+            step = q[:number].contiguous(), k[:number].contiguous(), v[:number].contiguous()
+            layer.step(self.rows, *step, out[:number])
         elif number and at is not None:
             out.index_copy_(0, at, layer.step(self.rows, *(part.index_select(0, at) for part in (q, k, v))))
         for blocks in self.prompts:
