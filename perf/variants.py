@@ -147,8 +147,7 @@ def compact(dim: int, length: int = 512, known: bool = False, **kept: Any) -> No
     chosen = Selection(mask(*shape), new(*shape[:2], dtype=torch.int64))
     _, k, v = block(state, length, 1, dim)
     positions = new(*k.shape[:3], dtype=torch.int32)
-    if known:
-        state.exact.memory = new(*state.exact.positions.shape)
+    state.exact.memory = new(*state.exact.positions.shape) if known else None
     operations.compact(mask(*shape), chosen, (k, v, positions), new(*shape) if known else None, state, rule)
 
 
@@ -191,8 +190,7 @@ def rows(dim: int, **kept: Any) -> None:
         ops.taken(state, rule, equal=True)
         q, k, v = (new(2 * BLOCK, heads, dim, dtype=state.exact.dtype) for heads in (32, 8, 8))
         own, q, k, v = ops.read(state, rule, q, k, v, new(state.batch, BLOCK, dtype=torch.int64), True)
-        places = [new(2 * BLOCK, dtype=torch.int64) for _ in range(3)]
-        ops.write(state, own, q, *places, new(2 * BLOCK, 32, dim, dtype=q.dtype))
+        ops.write(state, own, q, *new(3, 2 * BLOCK, dtype=torch.int64), new(2 * BLOCK, 32, dim, dtype=q.dtype))
 
 
 def memorise(dim: int, **kept: Any) -> None:
@@ -266,12 +264,8 @@ SCORES: dict[str, Callable[..., Any]] = {
         queries(keys, BLOCK), keys, before(keys)["positions"], real, 0.1, 50.0 if cap else None, window=32,
         log_mass=new(1, 32, BLOCK), bias=new(1, 8, 4096) if bias else None,
     ),
-    "pooled": lambda keys, real: operations.pool_scores(
-        new(*keys.shape[:3]), 7, before(keys)["positions"], real
-    ),
-    "chunked": lambda keys, real: operations.chunk_mean(
-        new(*keys.shape[:3]), 4, before(keys)["positions"], real
-    ),
+    "pooled": lambda keys, real: operations.pool_scores(new(*keys.shape[:3]), 7, before(keys)["positions"], real),
+    "chunked": lambda keys, real: operations.chunk_mean(new(*keys.shape[:3]), 4, before(keys)["positions"], real),
 }  # fmt: skip
 
 
@@ -285,8 +279,7 @@ def launch(call: str, **given: Any) -> None:
 
 
 def cases(table: str = CASES) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A function above and its arguments, for all combinations of each line: a word is true, what follows "=" are
-    numbers or names."""
+    """A function above and its arguments, for all combinations of each line: words are true, or names and values."""
     for call, *words in (line.split() for line in table.strip().splitlines()):
         named = [word.partition("=") for word in words]
         for values in product(*(text.split(",") for *_, text in named)):
@@ -353,8 +346,7 @@ def members(kinds: Any) -> Iterator[tuple[str, Any]]:
 
 def recorded(chip: str, table: str = CASES) -> list[Variant]:
     """What launches of the cases would have compiled for a chip, each once; nothing of what it has no kernels for."""
-    target, found, given = CHIPS[chip].target, {}, {}
-    hip = target.backend == "hip"
+    target, found, given, hip = CHIPS[chip].target, {}, {}, CHIPS[chip].target.backend == "hip"
 
     def note(self: JITFunction, key: Any, kinds: Any, device: Any, constants: Any, options: Any, *rest: Any) -> None:
         name = self.module.rpartition(".")[2] + self.__name__.replace("_", ".", 1).removesuffix("_kernel")
