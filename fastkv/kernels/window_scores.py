@@ -153,7 +153,9 @@ def _lse_kernel(
 
 @triton.jit
 def _merged(parts, known, row, token, head, W, T, splits, TILE: tl.constexpr):
-    """Base-2 log-sums of rows, of all splits, the evicted tokens and the sink; and which rows ask and see anything."""
+    """Of rows, over all splits, the evicted tokens and the sink: the largest base-2 logit, and one over the sum of
+    weights beside it, 0 for a row that sees nothing. A log-sum would round once more, where logits are large.
+    """
     G: tl.constexpr = TILE.G
     HEADS: tl.constexpr = TILE.HEADS
     asks = token >= 0
@@ -175,7 +177,7 @@ def _merged(parts, known, row, token, head, W, T, splits, TILE: tl.constexpr):
         total += tl.load(parts.totals_ptr + place, mask=asks, other=0.0) * tl.exp2(more - floor)
         top = new_top
     sees = asks & (total > 0)
-    return tl.where(sees, top + tl.log2(tl.where(total > 0, total, 1.0)), 0.0), sees
+    return tl.where(sees, top, 0.0), tl.where(sees, 1.0 / tl.where(sees, total, 1.0), 0.0)
 
 
 @triton.jit(do_not_specialize=["W", "T", "N", "splits"])
@@ -196,9 +198,9 @@ def _column_kernel(
     for first in range(0, W * G, ROWS):
         row = first + tl.arange(0, ROWS)
         token = tl.load(parts.tokens_ptr + batch * W + row // G, mask=row < W * G, other=-1)
-        lse, sees = _merged(parts, known, row, token, head, W, T, splits, TILE)
+        top, part = _merged(parts, known, row, token, head, W, T, splits, TILE)
         logits = _logit_tile(q, k, row, token, place, bias, known, batch, kv, scaling, T, N, TILE)
-        sums += tl.sum(tl.exp2(tl.where(sees[:, None], logits - lse[:, None], -float("inf"))), 0)
+        sums += tl.sum(tl.exp2(logits - top[:, None]) * part[:, None], 0)
     tl.store(scores_ptr + head * N + index, sums * share, mask=index < N)
 
 
