@@ -52,9 +52,9 @@ class Tile(NamedTuple):
 @triton.jit
 def _queries(q, head, token, asks, TILE: tl.constexpr):
     """Some queries of a head, of all sequences; 0 where not asked."""
-    own, column = head % (TILE.HEADS * TILE.G), tl.arange(0, TILE.BD)
-    far = tl.where(asks, token, 0).to(tl.int64)
-    row_ptr = q.ptr + head // (TILE.HEADS * TILE.G) * q.stride_b + own * q.stride_h + far * q.stride_t
+    own, batch = (head % (TILE.HEADS * TILE.G)).to(tl.int64), (head // (TILE.HEADS * TILE.G)).to(tl.int64)
+    column, far = tl.arange(0, TILE.BD), tl.where(asks, token, 0).to(tl.int64)
+    row_ptr = q.ptr + batch * q.stride_b + own * q.stride_h + far * q.stride_t
     return tl.load(row_ptr[:, None] + column[None, :], mask=asks[:, None] & (column < TILE.D)[None, :], other=0.0)
 
 
@@ -71,8 +71,8 @@ def _lse_kernel(
     D: tl.constexpr = TILE.D
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
-    head = tl.program_id(1).to(tl.int64)  # of queries, of all sequences
-    kv, batch = head // G, head // (HEADS * G)
+    number = tl.program_id(1)  # of a head of queries, of all sequences; divided while it has 32 bits
+    head, kv, batch = number.to(tl.int64), (number // G).to(tl.int64), (number // (HEADS * G)).to(tl.int64)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     block_ptr = valid_ptr + batch * HEADS * N + N - T
     _, real = _real_before(block_ptr, 0, T, SCAN)
@@ -80,7 +80,7 @@ def _lse_kernel(
     most = tl.minimum(least + (BLOCK_M - 1) * every, real - 1)
     token = _of_rank(block_ptr, row * every, least, most, T)
     asks = (row < asking) & (row * every < real)
-    q = _queries(q, head, token, asks, TILE)
+    q = _queries(q, number, token, asks, TILE)
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for start in range(0, N, BLOCK_N):
@@ -95,11 +95,11 @@ def _lse_kernel(
         total = total * tl.exp2(top - floor) + tl.sum(tl.exp2(logits - floor[:, None]), 1)
         top = new_top
     if sink_ptr is not None:
-        top, total, _ = _add_sink(top, total, tl.load(sink_ptr + head % (HEADS * G)))
+        top, total, _ = _add_sink(top, total, tl.load(sink_ptr + number % (HEADS * G)))
     sees = asks & (total > 0)
     lse = tl.where(sees, top + tl.log2(tl.where(sees, total, 1.0)), float("inf"))
     tl.store(lse_ptr + head * asking + row, lse, mask=row < asking)
-    if head % (HEADS * G) == 0:
+    if number % (HEADS * G) == 0:
         tl.store(tokens_ptr + batch * asking + row, tl.where(asks, token, -1), mask=row < asking)
 
 
@@ -112,7 +112,7 @@ def _peak_kernel(
     D: tl.constexpr = TILE.D
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
-    kv = tl.program_id(1).to(tl.int64)  # of keys, of all sequences
+    kv, batch = tl.program_id(1).to(tl.int64), (tl.program_id(1) // TILE.HEADS).to(tl.int64)  # of all sequences
     first = tl.program_id(0) * BLOCK_N
     key = first + tl.arange(0, BLOCK_N)
     real = tl.load(valid_ptr + kv * N + key, mask=key < N, other=0) != 0
@@ -125,8 +125,8 @@ def _peak_kernel(
             row = start + tl.arange(0, BLOCK_M)
             token = row
             if tokens_ptr is not None:
-                token = tl.load(tokens_ptr + kv // TILE.HEADS * asking + row, mask=row < asking, other=-1)
-            asked = _queries(q, head, token, (row < asking) & (token >= 0), TILE)
+                token = tl.load(tokens_ptr + batch * asking + row, mask=row < asking, other=-1)
+            asked = _queries(q, tl.program_id(1) * G + group, token, (row < asking) & (token >= 0), TILE)
             logits = _logits2(_dot(asked, k), scaling)
             lse = tl.load(lse_ptr + head * asking + row, mask=row < asking, other=float("inf"))
             most = tl.maximum(most, tl.max(logits - lse[:, None], 0))

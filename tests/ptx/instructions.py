@@ -140,6 +140,11 @@ def product(part: str, sign: str, width: str) -> Callable[..., Array]:
     return lambda x, y, added=0: x.astype(to) * y.astype(to) + added
 
 
+def upper(x: Array, y: Array) -> Array:
+    """The upper half of a product of 64 bits, by Python's numbers."""
+    return (x.astype(object) * y.astype(object) >> 64).astype(np.uint64)
+
+
 def shifted(name: str, kind: str) -> Callable[[Array, Array], Array]:
     """By a number of bits, also by more than there are."""
     shift, most = {"shl": np.left_shift, "shr": np.right_shift}[name], width_of(kind) - 1
@@ -252,6 +257,7 @@ FUNCTIONS: dict[str, Callable[..., tuple[list[str], str, Callable]]] = {
         [sign + width, sign + width, f"{sign}{2 * int(width)}"], f"{sign}{2 * int(width)}", product(part, sign, width),
     ),
     r"mul\.(hi)\.([su])(16|32)": lambda part, sign, bits: ([sign + bits] * 2, sign + bits, product(part, sign, bits)),
+    r"mul\.hi\.u64": lambda: (["u64"] * 2, "u64", upper),
     r"div\.([su]32|[su]64)": lambda kind: ([kind] * 2, kind, lambda x, y: (x - np.fmod(x, y)) // y),
     r"fma\.rn(?:\.ftz)?\.f32": lambda: (["f32"] * 3, "f32", lambda x, y, z: x.astype(np.float64) * y + z),
     r"fma\.rn\.(bf16|f16)x2": lambda kind: (["b32"] * 3, "b32", fused_halves(kind)),
