@@ -28,19 +28,19 @@ def store(
     if state.approx is not None:
         _count(state, signals, num)
         key_only.store(state, signals, selection, rule, full=full)
-    elif exact.starts is None:
-        known = None if exact.memory is None else signals.memory
-        ops.compact(signals.valid, selection, _newest(signals, num), known, state, rule.spec)
     else:
-        _store_in_slabs(state, signals, selection, num, rule, full)
-    if state.approx is None:  # else `key_only.place` has put everything where tokens lie
+        if exact.starts is None:  # counts tokens, keeps what is known of them, and clears sums, too
+            known = None if exact.memory is None else signals.memory
+            ops.compact(signals.valid, selection, _newest(signals, num), known, state, rule.spec)
+        else:
+            _store_in_slabs(state, signals, selection, num, rule, full)
         exact.filled = exact.limit - layout.spare if full else exact.filled + num
-    if exact.starts is not None and state.approx is None:
+        if exact.starts is None:
+            return
         memorise(state, signals, rule)
-    if state.approx is not None or exact.starts is not None:  # else all is done that a new block asks for
-        for slots in state.tiers.values():  # what they receive is added up anew
-            if slots.attention is not None:
-                slots.attention.zero_()
+    for slots in state.tiers.values():  # what they receive is added up anew
+        if slots.attention is not None:
+            slots.attention.zero_()
 
 
 def _newest(signals: Signals, num: int) -> tuple[Tensor, Tensor, Tensor]:

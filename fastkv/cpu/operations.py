@@ -296,22 +296,14 @@ def remember(
 
 
 def peak_attention(
-    q: Tensor,
-    keys: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    *,
-    valid: Tensor,
-    every: int,
-    sink_logits: Tensor | None = None,
+    q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, *, valid: Tensor, every: int, **given: Any
 ) -> Tensor:
     """`reference.peak_attention`, with the logits of few queries at a time, which never leave a core's cache."""
     if not finds_peaks(q):
-        given = {"valid": valid, "every": every, "sink_logits": sink_logits}
-        return reference.peak_attention(q, keys, scale, softcap, **given)  # type: ignore[arg-type]
+        return reference.peak_attention(q, keys, scale, softcap, valid=valid, every=every, **given)
     reference.check_peak(q, keys, valid)
     chosen, asked = reference.every_query(q, valid, every)
-    return peaks(chosen, keys, scale, softcap, valid, asked, sink_logits)
+    return peaks(chosen, keys, scale, softcap, valid, asked, **given)
 
 
 def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: float | None = None) -> Tensor:

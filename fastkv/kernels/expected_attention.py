@@ -3,10 +3,9 @@
     logit_i = s (m.k_i + s/2 k_i.C k_i);   expected_i = (epsilon + mean over the query heads of softmax_i(logit)) |v_i|
 
 Twins of `reference.queries_ahead`, which finds m and C, and of `reference.expected_attention`. Launches of the latter:
-programs of the first take a tile of keys and multiply it with the covariance C of one query head, all that
-`z_scores.needed_scores` wants; those of the second
+programs of the first take a tile of keys and multiply it with the covariance C of one query head; those of the second
 find the largest logit of a query head and the sum of its weights; those of the third add up the weights of the query
-heads of a KV head.
+heads of a KV head. `z_scores.needed_scores` launches the first alone, and does the rest itself.
 Bytes per KV head with G query heads: 2 G N D for keys in half precision, 4 G D^2 for covariances, which every tile
 reads again from L2, 2 N D for values, and 16 G N for logits.
 """

@@ -2,14 +2,12 @@
 
 Twins of `reference.peak_attention` and `reference.most_attended`: max over queries i of exp(s q_i.k_j - lse_i), where
 lse_i is of all keys and the sink, or given. One launch, and one before it that finds lse, and who is asked; no logits
-in memory. Programs own queries there, keys here, and a maximum is the same in any order.
-After it `peaks_to_keep` makes N of the maxima.
+in memory. Programs own queries there, keys here, and a maximum is the same in any order. `peaks_to_keep` makes N of the
+maxima; it, `pool_scores` and `chunk_mean` are one kernel.
 Bytes: an owner reads its own once and all of the others, out of the L2 cache; 4 (T Hq + N Hkv) out.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -23,6 +21,7 @@ from ._attention import LOG2E, _add_sink, _dot, _logits2
 from ._launch import check_head_dim, check_like, pow2, stages
 from .blocks import SCAN, _of_rank, _real_before
 from .expected_attention import COLUMNS, TINY, _lengths
+from .noncausal_mass import Tile
 from .slot_signals import in_order
 
 # padded head_dim: (rows, columns, warps)
@@ -36,17 +35,6 @@ def _tile(rows_ptr, first, number, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.c
     row, column = first + tl.arange(0, ROWS), tl.arange(0, BD)
     inside = (row < number)[:, None] & (column < D)[None, :]
     return tl.load(rows_ptr + row[:, None] * D + column[None, :], mask=inside, other=0.0)
-
-
-class Tile(NamedTuple):
-    """Constants of a launch: KV heads and query heads of each, numbers of a head, padded; queries and keys at once."""
-
-    HEADS: int
-    G: int
-    D: int
-    BD: int
-    BLOCK_M: int
-    BLOCK_N: int
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """(s - mean) / std of each row of scores over its real tokens, in one launch (Compactor, arXiv:2507.08143, Eq. 6).
 
 Twin of `reference.z_scores`, and of `needed_scores`, which adds up those of two or three scores, one of them made of
-logits here. A program reads its
-row three times: for the mean, for the squares of what is left, which do not cancel, and to write. Bytes per score: 4
-in, from L2 the second and third time, 3 of masks, 4 out.
+logits here. A program reads its row three times: for the mean, for the squares of what is left, which do not cancel,
+and to write; logits once more before, for their sums. Bytes per score: 4 in, from L2 after the first time, 3 of masks,
+4 out.
 """
 
 from __future__ import annotations
