@@ -131,8 +131,9 @@ def window(batch=2, heads=1, groups=2, num=50, dim=64, dtype=torch.float32, kind
     close(got, specified)
 
 
-def ahead(batch=2, heads=2, groups=2, num=45, dim=64, dtype=torch.float32, kind="left", seed=0, turned="halves"):
-    asking = min(num, 37)
+def ahead(batch=2, heads=2, groups=2, num=45, dim=64, dtype=torch.float32, kind="left", seed=0, turned="halves",
+          asking=37):  # fmt: skip
+    asking = min(num, asking)
     queries, keys = tokens(batch, heads * groups, asking, dim, dtype, seed), tokens(batch, heads, num, dim)
     valid = every(make_mask(kind, batch, heads, num, seed), keys)
     positions = valid.cumsum(-1).int() - 1
@@ -328,6 +329,12 @@ def test_window_sizes(asking, num, watched):
     window(batch=1, groups=3, asking=asking, num=num, watched=watched, padding=asking > 1)
     window(groups=3, asking=asking, num=num, watched=watched, mass=False, padding=False)
     window(groups=3, asking=asking, num=num, watched=watched, kind="scattered", sink_logits=torch.randn(3))
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_queries_ahead_of_several_stretches(kind):
+    """Programs share the queries of a head; what they add up is turned together."""
+    ahead(1, 2, 2, 560, 32, kind=kind, asking=2 * expected_attention.STRETCH + 9)
 
 
 @pytest.mark.parametrize("size", [1e3, 1e4])

@@ -12,7 +12,7 @@ reads again from L2, 2 N D for values, and 16 G N for logits.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,14 +24,17 @@ from ..errors import check_groups, check_shape
 from ..rotary import Rotary
 from ._arguments import View
 from ._attention import _dot32, _sum_products
-from ._launch import check_head_dim, check_like, pow2, stages
+from ._launch import check_head_dim, check_like, chip_of, num_sms, pow2, stages
 from ._rotary import Pairing, Turn, _cos_sin, _members
 
 TILES = {64: (32, 16, 4), 128: (32, 16, 4), 256: (32, 32, 8), 512: (16, 32, 8)}  # padded D -> keys, rows of C, warps
 BLOCK = 1024
 KEYS = 128  # that a program weighs
 COLUMNS = tl.constexpr(32)  # numbers of a value at once
-ROWS = {16: (32, 4), 32: (32, 4), 64: (32, 4), 128: (16, 8)}  # pairs of a head -> queries at once, warps
+AHEAD = {16: (16, 4), 32: (32, 4), 64: (32, 4), 128: (16, 8)}  # pairs of a head -> columns of a program, warps
+AHEAD_80 = AHEAD | {64: (16, 4)}  # of sm_80, where more spill
+ROWS, STRETCH = 32, 256  # queries at once, and at least in a stretch
+NOTES = tl.constexpr(16)  # numbers: two are used, the others are for wide loads
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
@@ -130,8 +133,8 @@ def _weight_kernel(
 
 
 class AheadTile(NamedTuple):
-    """Constants of a launch: query heads and KV heads, numbers of a head; pairs of all, padded, of a program's columns,
-    queries at once; `Pairing`.
+    """Constants of a launch: query heads and KV heads, numbers of a head; pairs of all, padded, and of a program's
+    columns, queries at once; `Pairing`.
     """
 
     HEADS: int
@@ -143,6 +146,32 @@ class AheadTile(NamedTuple):
     R: int
     START: int
     INTERLEAVED: bool
+
+
+class Sums(NamedTuple):
+    """Of the queries of a stretch, with members (a, b) of each pair, away from a centre that all stretches share:
+    sum a a^T, sum a b^T, sum b b^T, each [D/2, D/2]; sum a, sum b, the centre of both, each [D/2]; how many they are,
+    and the newest position.
+    """
+
+    one_one_ptr: Any
+    one_two_ptr: Any
+    two_two_ptr: Any
+    one_ptr: Any
+    two_ptr: Any
+    centres_ptr: Any
+    notes_ptr: Any
+
+
+@triton.jit
+def _sums(sums_ptr, part, D: tl.constexpr):
+    """Where those of a stretch are."""
+    HALF: tl.constexpr = D // 2
+    sums_ptr += part * (3 * HALF * HALF + 2 * D + NOTES)
+    lines = sums_ptr + 3 * HALF * HALF
+    return Sums(
+        sums_ptr, sums_ptr + HALF * HALF, sums_ptr + 2 * HALF * HALF, lines, lines + HALF, lines + D, lines + 2 * D
+    )
 
 
 @triton.jit
@@ -176,51 +205,106 @@ def _at(all, pair, column):
     return tl.sum(tl.where(pair[:, None] == column[None, :], all[:, None], 0.0), 0)
 
 
-@triton.jit(do_not_specialize=["T", "N"])
-def _ahead_kernel(
-    queries: View, valid_ptr, turn: Turn, mean_ptr, covariance_ptr, count_ptr, T, N, horizon, sinks, TILE: tl.constexpr
-):
+@triton.jit(do_not_specialize=["T", "N", "each"])
+def _ahead_kernel(queries: View, valid_ptr, turn: Turn, sums_ptr, T, N, each, sinks, TILE: tl.constexpr):
     HEADS: tl.constexpr = TILE.HEADS
     D: tl.constexpr = TILE.D
     PAIRS: tl.constexpr = TILE.PAIRS
     COLUMNS: tl.constexpr = TILE.COLUMNS
     ROWS: tl.constexpr = TILE.ROWS
-    R: tl.constexpr = TILE.R
     head = tl.program_id(0).to(tl.int64)  # of queries, of all sequences
     own = head // HEADS * TILE.KV * N + N - T  # the block, of the first KV head
     queries_ptr = queries.ptr + (head // HEADS) * queries.stride_b + (head % HEADS) * queries.stride_h
     pair, column = tl.arange(0, PAIRS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    first_mean = tl.zeros([PAIRS], tl.float32)
-    second_mean = tl.zeros([PAIRS], tl.float32)
+    # Any centre will do, so that small differences are not lost: that of the last queries.
+    row = tl.maximum(T - ROWS, 0) + tl.arange(0, ROWS)
+    position, real, asks = _asking(turn, valid_ptr, own, row, T, sinks)
+    first, second = _queries_back(queries_ptr, queries.stride_t, row, asks, position, turn, pair, TILE)
+    number = tl.maximum(tl.sum(asks.to(tl.int32), 0), 1).to(tl.float32)
+    first_centre, second_centre = tl.sum(first, 0) / number, tl.sum(second, 0) / number
+    left_centre, right_centre = _at(first_centre, pair, column), _at(second_centre, pair, column)
+    first_sum = tl.zeros([PAIRS], tl.float32)
+    second_sum = tl.zeros([PAIRS], tl.float32)
+    one_one = tl.zeros([PAIRS, COLUMNS], tl.float32)
+    one_two = tl.zeros([PAIRS, COLUMNS], tl.float32)
+    two_two = tl.zeros([PAIRS, COLUMNS], tl.float32)
     count = tl.zeros([], tl.int32)
     newest = tl.full([], -1, tl.int32)
-    for start in range(0, T, ROWS):
+    begin = tl.program_id(2) * each
+    end = tl.minimum(begin + each, T)
+    for start in range(begin, end, ROWS):
         row = start + tl.arange(0, ROWS)
-        position, real, asks = _asking(turn, valid_ptr, own, row, T, sinks)
+        position, real, asks = _asking(turn, valid_ptr, own, row, end, sinks)
         newest = tl.maximum(newest, tl.max(tl.where(real, position, -1), 0))
         count += tl.sum(asks.to(tl.int32), 0)
         first, second = _queries_back(queries_ptr, queries.stride_t, row, asks, position, turn, pair, TILE)
-        first_mean += tl.sum(first, 0)
-        second_mean += tl.sum(second, 0)
-    number = tl.maximum(count, 1).to(tl.float32)
-    first_mean, second_mean = first_mean / number, second_mean / number
-    first_centre, second_centre = _at(first_mean, pair, column), _at(second_mean, pair, column)
+        first = tl.where(asks[:, None], first - first_centre[None, :], 0.0)
+        second = tl.where(asks[:, None], second - second_centre[None, :], 0.0)
+        if COLUMNS == PAIRS:
+            left, right = first, second
+        else:
+            left, right = _queries_back(queries_ptr, queries.stride_t, row, asks, position, turn, column, TILE)
+            left = tl.where(asks[:, None], left - left_centre[None, :], 0.0)
+            right = tl.where(asks[:, None], right - right_centre[None, :], 0.0)
+        first_sum += tl.sum(first, 0)
+        second_sum += tl.sum(second, 0)
+        one_one += _dot32(tl.trans(first), left)
+        one_two += _dot32(tl.trans(first), right)
+        two_two += _dot32(tl.trans(second), right)
+    HALF: tl.constexpr = D // 2
+    sums = _sums(sums_ptr, head * tl.num_programs(2) + tl.program_id(2), D)
+    place = pair[:, None] * HALF + column[None, :]
+    inside = (pair < HALF)[:, None] & (column < HALF)[None, :]
+    tl.store(sums.one_one_ptr + place, one_one, mask=inside)
+    tl.store(sums.one_two_ptr + place, one_two, mask=inside)
+    tl.store(sums.two_two_ptr + place, two_two, mask=inside)
+    if tl.program_id(1) == 0:
+        tl.store(sums.one_ptr + pair, first_sum, mask=pair < HALF)
+        tl.store(sums.two_ptr + pair, second_sum, mask=pair < HALF)
+        tl.store(sums.centres_ptr + pair, first_centre, mask=pair < HALF)
+        tl.store(sums.centres_ptr + HALF + pair, second_centre, mask=pair < HALF)
+        tl.store(sums.notes_ptr, count.to(tl.float32))
+        tl.store(sums.notes_ptr + 1, newest.to(tl.float32))
+
+
+@triton.jit
+def _turn_kernel(sums_ptr, turn: Turn, mean_ptr, covariance_ptr, count_ptr, stretches, horizon, TILE: tl.constexpr):
+    HEADS: tl.constexpr = TILE.HEADS
+    D: tl.constexpr = TILE.D
+    HALF: tl.constexpr = D // 2
+    PAIRS: tl.constexpr = TILE.PAIRS
+    COLUMNS: tl.constexpr = TILE.COLUMNS
+    ROWS: tl.constexpr = TILE.ROWS
+    R: tl.constexpr = TILE.R
+    head = tl.program_id(0).to(tl.int64)
+    pair, column = tl.arange(0, PAIRS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (pair < HALF)[:, None] & (column < HALF)[None, :]
+    there, across = pair[:, None] * HALF + column[None, :], column[None, :] * HALF + pair[:, None]
+    first_mean = tl.zeros([PAIRS], tl.float32)
+    second_mean = tl.zeros([PAIRS], tl.float32)
     one_one = tl.zeros([PAIRS, COLUMNS], tl.float32)
     one_two = tl.zeros([PAIRS, COLUMNS], tl.float32)
     two_one = tl.zeros([PAIRS, COLUMNS], tl.float32)
     two_two = tl.zeros([PAIRS, COLUMNS], tl.float32)
-    for start in range(0, T, ROWS):
-        row = start + tl.arange(0, ROWS)
-        position, _, asks = _asking(turn, valid_ptr, own, row, T, sinks)
-        first, second = _queries_back(queries_ptr, queries.stride_t, row, asks, position, turn, pair, TILE)
-        first = tl.trans(tl.where(asks[:, None], first - first_mean[None, :], 0.0))
-        second = tl.trans(tl.where(asks[:, None], second - second_mean[None, :], 0.0))
-        left, right = _queries_back(queries_ptr, queries.stride_t, row, asks, position, turn, column, TILE)
-        left, right = left - first_centre[None, :], right - second_centre[None, :]
-        one_one += _dot32(first, left)
-        one_two += _dot32(first, right)
-        two_one += _dot32(second, left)
-        two_two += _dot32(second, right)
+    count = tl.zeros([], tl.float32)
+    newest = tl.full([], -1.0, tl.float32)
+    for stretch in range(0, stretches):
+        sums = _sums(sums_ptr, head * stretches + stretch, D)
+        count += tl.load(sums.notes_ptr)
+        newest = tl.maximum(newest, tl.load(sums.notes_ptr + 1))
+        first_mean += tl.load(sums.one_ptr + pair, mask=pair < HALF, other=0.0)
+        second_mean += tl.load(sums.two_ptr + pair, mask=pair < HALF, other=0.0)
+        one_one += tl.load(sums.one_one_ptr + there, mask=inside, other=0.0)
+        one_two += tl.load(sums.one_two_ptr + there, mask=inside, other=0.0)
+        two_one += tl.load(sums.one_two_ptr + across, mask=inside, other=0.0)
+        two_two += tl.load(sums.two_two_ptr + there, mask=inside, other=0.0)
+    number = tl.maximum(count, 1.0)
+    first_mean, second_mean = first_mean / number, second_mean / number  # away from the centre
+    left, right = _at(first_mean, pair, column)[None, :], _at(second_mean, pair, column)[None, :]
+    one_one = one_one / number - first_mean[:, None] * left
+    one_two = one_two / number - first_mean[:, None] * right
+    two_one = two_one / number - second_mean[:, None] * left
+    two_two = two_two / number - second_mean[:, None] * right
 
     # The mean turn of what comes, and what it makes of C: R C R^T.
     turned = pair < R // 2
@@ -229,25 +313,27 @@ def _ahead_kernel(
     sin = tl.zeros([PAIRS], tl.float32)
     for start in range(0, horizon, ROWS):
         step = start + 1 + tl.arange(0, ROWS)
-        more_cos, more_sin = _cos_sin((newest + step).to(tl.float32)[:, None] * frequency[None, :])
+        more_cos, more_sin = _cos_sin((newest + step.to(tl.float32))[:, None] * frequency[None, :])
         cos += tl.sum(tl.where((step <= horizon)[:, None], more_cos, 0.0), 0)
         sin += tl.sum(tl.where((step <= horizon)[:, None], more_sin, 0.0), 0)
     cos = tl.where(turned, cos / horizon * turn.scaling, 1.0)
     sin = tl.where(turned, sin / horizon * turn.scaling, 0.0)
     one, two = _members(pair, D, R, TILE.START, TILE.INTERLEAVED)
     if tl.program_id(1) == 0:
+        sums = _sums(sums_ptr, head * stretches, D)
+        first_mean += tl.load(sums.centres_ptr + pair, mask=pair < HALF, other=0.0)
+        second_mean += tl.load(sums.centres_ptr + HALF + pair, mask=pair < HALF, other=0.0)
         mean_ptr += head * D
-        tl.store(mean_ptr + one, first_mean * cos - second_mean * sin, mask=pair < D // 2)
-        tl.store(mean_ptr + two, second_mean * cos + first_mean * sin, mask=pair < D // 2)
+        tl.store(mean_ptr + one, first_mean * cos - second_mean * sin, mask=pair < HALF)
+        tl.store(mean_ptr + two, second_mean * cos + first_mean * sin, mask=pair < HALF)
         if head % HEADS == 0:
-            tl.store(count_ptr + head // HEADS, count.to(tl.int64))
+            tl.store(count_ptr + head // HEADS, count.to(tl.int32).to(tl.int64))
     one_left = one_one * cos[:, None] - two_one * sin[:, None]
     one_right = one_two * cos[:, None] - two_two * sin[:, None]
     two_left = two_one * cos[:, None] + one_one * sin[:, None]
     two_right = two_two * cos[:, None] + one_two * sin[:, None]
     left, right = _members(column, D, R, TILE.START, TILE.INTERLEAVED)
-    cos, sin = _at(cos, pair, column)[None, :] / number, _at(sin, pair, column)[None, :] / number
-    inside = (pair < D // 2)[:, None] & (column < D // 2)[None, :]
+    cos, sin = _at(cos, pair, column)[None, :], _at(sin, pair, column)[None, :]
     covariance_ptr += head * D * D
     one_ptr, two_ptr = covariance_ptr + one[:, None] * D, covariance_ptr + two[:, None] * D
     tl.store(one_ptr + left[None, :], one_left * cos - one_right * sin, mask=inside)
@@ -259,10 +345,11 @@ def _ahead_kernel(
 def queries_ahead(
     queries: Tensor, positions: Tensor, valid: Tensor, rotary: Rotary, horizon: int, sinks: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.queries_ahead`: programs take some pairs of columns of the covariance of one query head.
+    """`reference.queries_ahead`: programs of the first launch add up a stretch of the queries of a head, those of the
+    second turn the sums of all stretches.
 
     Args: queries [B, Hq, T, D], unit stride along D; positions int32, valid bool [B, Hkv, N].
-    Cost: one launch, which reads the queries D / 32 times and four times; no host sync.
+    Cost: two launches; the first reads the queries once, and once more for every 64 numbers beyond 128; no host sync.
     """
     op, (batch, num_heads, num, dim) = "queries_ahead", queries.shape
     check_head_dim(op, dim)
@@ -270,18 +357,35 @@ def queries_ahead(
     valid = valid.contiguous()
     check_like(op, (batch, heads, candidates), positions=positions, valid=valid)
     assert queries.stride(-1) == 1 and num <= candidates
+    pairs = pow2(dim // 2, 16)
+    if pairs not in AHEAD:  # three products of 256 rows: for sm_100 triton 3.7 compiles nothing of them
+        return reference.queries_ahead(queries, positions, valid, rotary, horizon, sinks)
+    columns, num_warps = (AHEAD_80 if chip_of(queries.device) == "80" else AHEAD)[pairs]
+    tiles, pairing, turn = triton.cdiv(dim // 2, columns), Pairing.of(rotary, dim), Turn.of(positions, rotary)
+    programs = batch * num_heads * tiles
+    stretches = max(1, min(2 * num_sms(queries.device) // max(programs, 1), num // STRETCH))
+    each = triton.cdiv(triton.cdiv(num, stretches), ROWS) * ROWS
     covariance = torch.empty(batch, num_heads, dim, dim, dtype=torch.float32, device=queries.device)
     mean = torch.empty(batch, num_heads, 1, dim, dtype=torch.float32, device=queries.device)
     count = torch.empty(batch, 1, 1, dtype=torch.int64, device=queries.device)
-    pairs = pow2(dim // 2, 16)
-    if pairs not in ROWS:  # four products of 256 rows: for sm_100 triton 3.7 compiles nothing of them
-        return reference.queries_ahead(queries, positions, valid, rotary, horizon, sinks)
-    rows, num_warps = ROWS[pairs]
-    _ahead_kernel[batch * num_heads, triton.cdiv(dim // 2, 16)](
-        View.of(queries), valid.view(torch.uint8), Turn.of(positions, rotary), mean, covariance, count, num,
-        candidates, horizon, sinks, TILE=AheadTile(num_heads, heads, dim, pairs, 16, rows, *Pairing.of(rotary, dim)),
+    size = 3 * (dim // 2) ** 2 + 2 * dim + NOTES.value
+    sums = torch.empty(batch * num_heads, stretches, size, dtype=torch.float32, device=queries.device)
+    tile = AheadTile(num_heads, heads, dim, pairs, columns, ROWS, *pairing)
+    _ahead_kernel[batch * num_heads, tiles, stretches](
+        View.of(queries), valid.view(torch.uint8), turn, sums, num, candidates, each, sinks, TILE=tile,
         num_warps=num_warps, num_stages=1,
     )  # fmt: skip
+    _turn_kernel[batch * num_heads, triton.cdiv(dim // 2, 16)](
+        sums,
+        turn,
+        mean,
+        covariance,
+        count,
+        stretches,
+        horizon,
+        TILE=tile._replace(COLUMNS=16),
+        num_warps=8 if pairs > 64 else 4,
+    )
     return mean, covariance, count
 
 

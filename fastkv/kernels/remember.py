@@ -16,14 +16,14 @@ in fp32; when a set has joined, means that are kept in bf16 are rounded as `Cent
 Rows of a working set stay where they are in scratch; `order` lists those in use by age, and every program that writes a
 row of a partner only reads rows of movers. So nothing is atomic, and the same tokens always give the same bits.
 
-Launches: one where few tokens leave (an eviction while decoding). For a prompt, per BLOCK tokens, one that gathers
-them, two a round (offers; merges) down to SETTLED centroids, and one for all rounds from there. Programs of the last
-kind own a head; the others own columns, movers or partners of it.
-Bytes per BLOCK tokens and head: 4 BLOCK (Dk + Dv) written and, in a round of u, read u / 64 times from L2.
+Products of coordinates have to be as exact as in fp32, and tensor cores multiply bf16. So `_put` splits each
+coordinate, away from the centre, into a sum of three: once, and again when something joins its row. A round only reads
+them.
 
-Of the 123 kernels that a layer of Llama launches for a block of 1024 tokens, eager and with the default policy, 6 are
-these (5 %); what they move is 3 % of the weights that are read for it. One program a head for all rounds, a single
-launch, would leave all SMs but one a head idle for some 0.4 ms (an estimate), which is what 150 launches take.
+Launches: one where few tokens leave (an eviction while decoding), whose programs own a head. For a prompt, per BLOCK
+tokens, one that gathers them, whose programs own columns; one that splits them; two a round, whose programs own movers
+(offers) and partners (merges); and one that stores the centroids.
+Bytes per BLOCK tokens and head: 10 BLOCK (Dk + Dv) written and, in a round of u, 6 u^2 (Dk + Dv) / 128 read from L2.
 
 Does not handle: means that are neither bf16 nor fp32, head_dim above 256.
 """
@@ -41,13 +41,14 @@ from ..errors import check_shape
 from ..reference import Centroids, LayerState, Spec
 from ..reference.centroids import BLOCK, COARSE, FINE, MEDIUM, ROOMY, SETTLED, STEP, TURN, most_left
 from ._arguments import EvictedPointers, View
-from ._attention import _barrier, _dot32, _home, _page, _sum_products
+from ._attention import _barrier, _dot, _home, _page, _sum_products
 from ._launch import (
     Workspace,
     check_centroids,
     check_head_dim,
     check_like,
     check_rows,
+    chip_of,
     on_hip,
     pow2,
     stages,
@@ -58,7 +59,7 @@ FEW = 64  # tokens that one program lists, and joins if there is room for their 
 ALONE = 1024  # centroids and tokens that one program joins
 MANY = 128  # movers that four warps compare, a fourth of rows beyond 64 columns
 # One compilation for all of them.
-VARYING = ["N", "num", "most", "first", "half", "sums", "stride_i", "stride_pb", "stride_ph", "page"]
+VARYING = ["N", "num", "most", "first", "half", "stride_i", "stride_pb", "stride_ph", "page"]
 END, MIDDLE, START = tl.constexpr(FINE), tl.constexpr(MEDIUM), tl.constexpr(COARSE)
 SMALL, ROOM = tl.constexpr(SETTLED), tl.constexpr(ROOMY)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -81,9 +82,9 @@ class Tile(NamedTuple):
     BV: int
     LANES: int
     R: int = 16
-    MOVERS: int = 32
-    PARTNERS: int = 64
-    DIMS: int = 32
+    MOVERS: int = 16
+    PARTNERS: int = 32
+    DIMS: int = 64
     RECEIVERS: int = 16
     SLICE: int = 32
     ROWS: int = 64
@@ -96,36 +97,43 @@ class Tile(NamedTuple):
 
 
 class Room(NamedTuple):
-    """A head's scratch: keys [rows, DK], values [rows, DV], centre [DK + DV], then sizes, spreads, two lists of rows by
-    age, offers and who they are for, squares of keys and of values, each [rows], and notes [16].
+    """A head's scratch: keys [rows, DK], values [rows, DV], both as `_put` splits them, centre [DK + DV], then sizes,
+    spreads, two lists of rows by age, offers and who they are for, squared lengths of keys and of values from the
+    centre, each [rows], and notes [16].
 
     Rows are multiples of 16, indices are stored as floats. Notes: in use (two), tokens.
     """
 
     keys_ptr: Any
     values_ptr: Any
+    split_keys_ptr: Any
+    split_values_ptr: Any
     centre_ptr: Any
     sizes_ptr: Any
     spreads_ptr: Any
     orders_ptr: Any
     offers_ptr: Any
     partners_ptr: Any
-    squares_ptr: Any
+    far_keys_ptr: Any
+    far_values_ptr: Any
     notes_ptr: Any
 
 
 @triton.jit
 def _room(room_ptr, pair, rows, TILE: tl.constexpr):
-    """Where the scratch of a pair is."""
+    """Where the scratch of a pair is; see `room_size`."""
     DK: tl.constexpr = TILE.DK
     DV: tl.constexpr = TILE.DV
-    keys = room_ptr + pair * (rows * (DK + DV + 8) + DK + DV + 16)
+    keys = room_ptr + pair * (rows // 2 * (5 * (DK + DV) + 16) + DK + DV + 16)
     values = keys + rows * DK
-    centre = values + rows * DV
+    split_keys = values + rows * DV
+    split_values = split_keys + rows // 2 * 3 * DK
+    centre = split_values + rows // 2 * 3 * DV
     sizes = centre + DK + DV
     return Room(
-        keys, values, centre, sizes, sizes + rows, sizes + 2 * rows, sizes + 4 * rows, sizes + 5 * rows,
-        sizes + 6 * rows, sizes + 8 * rows,
+        keys, values, split_keys.to(tl.pointer_type(tl.bfloat16), bitcast=True),
+        split_values.to(tl.pointer_type(tl.bfloat16), bitcast=True), centre, sizes, sizes + rows, sizes + 2 * rows,
+        sizes + 4 * rows, sizes + 5 * rows, sizes + 6 * rows, sizes + 7 * rows, sizes + 8 * rows,
     )  # fmt: skip
 
 
@@ -147,24 +155,56 @@ def _keep(base_ptr, row, inside, cols, x, size, D: tl.constexpr):
 
 
 @triton.jit
-def _products(dots, ours, theirs, base_ptr, centre_ptr, factor, own, owns, other, others,
-              D: tl.constexpr, DIMS: tl.constexpr):  # fmt: skip
-    """Add what D coordinates, centred and scaled, have in scalar products and squares of own and other rows."""
+def _put(split_ptr, far_ptr, centre_ptr, row, inside, cols, x, D: tl.constexpr):
+    """Store rows x [R, C], away from the centre, as sums of three bf16 numbers each, and their squared lengths.
+
+    Products of these on tensor cores are as exact as in fp32. They are compared many times, and split once.
+    """
+    middle = tl.load(centre_ptr + cols, mask=cols < D, other=0.0)[None, :]
+    mask = inside[:, None] & (cols < D)[None, :]
+    away = tl.where(mask, x - middle, 0.0)
+    high = away.to(tl.bfloat16)
+    rest = away - high.to(tl.float32)
+    medium = rest.to(tl.bfloat16)
+    place = split_ptr + row[:, None] * (3 * D) + cols[None, :]
+    tl.store(place, high, mask=mask)
+    tl.store(place + D, medium, mask=mask)
+    tl.store(place + 2 * D, (rest - medium.to(tl.float32)).to(tl.bfloat16), mask=mask)
+    tl.store(far_ptr + row, _sum_products(away, away), mask=inside)
+
+
+@triton.jit
+def _split(split_ptr, row, inside, cols, D: tl.constexpr):
+    """The three numbers of each coordinate that `_put` stores, the largest first; zero where not inside."""
+    place = split_ptr + row[:, None] * (3 * D) + cols[None, :]
+    mask = inside[:, None] & (cols < D)[None, :]
+    high, medium = tl.load(place, mask=mask, other=0.0), tl.load(place + D, mask=mask, other=0.0)
+    return high, medium, tl.load(place + 2 * D, mask=mask, other=0.0)
+
+
+@triton.jit
+def _products(split_ptr, own, owns, other, others, D: tl.constexpr, TILE: tl.constexpr):
+    """Scalar products [MOVERS, PARTNERS] of own and other rows, away from the centre; the smallest terms first."""
+    MOVERS: tl.constexpr = TILE.MOVERS
+    PARTNERS: tl.constexpr = TILE.PARTNERS
+    DIMS: tl.constexpr = TILE.DIMS
+    dots = tl.zeros([MOVERS, PARTNERS], tl.float32)
     for first in range(0, D, DIMS):
         cols = first + tl.arange(0, DIMS)
-        middle = tl.load(centre_ptr + cols, mask=cols < D, other=0.0)[None, :]
-        a = tl.where(owns[:, None], (_tile(base_ptr, own, owns, cols, D) - middle) * factor, 0.0)
-        b = tl.where(others[:, None], (_tile(base_ptr, other, others, cols, D) - middle) * factor, 0.0)
-        dots += _dot32(a, tl.trans(b))
-        ours += tl.sum(a * a, 1)
-        theirs += tl.sum(b * b, 1)
-    return dots, ours, theirs
+        high, medium, low = _split(split_ptr, own, owns, cols, D)
+        their_high, their_medium, their_low = _split(split_ptr, other, others, cols, D)
+        dots += _dot(low, tl.trans(their_high))
+        dots += _dot(medium, tl.trans(their_medium))
+        dots += _dot(high, tl.trans(their_low))
+        dots += _dot(medium, tl.trans(their_high))
+        dots += _dot(high, tl.trans(their_medium))
+        dots += _dot(high, tl.trans(their_high))
+    return dots
 
 
 @triton.jit
 def _offer(room, order_ptr, first, used, half, scale_k, scale_v, TILE: tl.constexpr):
     """Write the cheapest merge of movers [first, first + MOVERS) and the partner it is with, the oldest of equals."""
-    DK: tl.constexpr = TILE.DK
     MOVERS: tl.constexpr = TILE.MOVERS
     PARTNERS: tl.constexpr = TILE.PARTNERS
     mover = first + tl.arange(0, MOVERS)
@@ -172,31 +212,18 @@ def _offer(room, order_ptr, first, used, half, scale_k, scale_v, TILE: tl.conste
     owns = mover < movers
     own = tl.load(order_ptr + half + 2 * mover, mask=owns, other=0.0).to(tl.int32)
     share = 1 / tl.load(room.sizes_ptr + own, mask=owns, other=1.0)
+    ours = scale_k * tl.load(room.far_keys_ptr + own, mask=owns, other=0.0)
+    ours += scale_v * tl.load(room.far_values_ptr + own, mask=owns, other=0.0)
     least = tl.full([MOVERS], float("inf"), tl.float32)
     best = tl.zeros([MOVERS], tl.int32)
     for start in range(0, partners, PARTNERS):
         partner = start + tl.arange(0, PARTNERS)
         others = partner < partners
         other = tl.load(order_ptr + 1 - half + 2 * partner, mask=others, other=0.0).to(tl.int32)
-        dots = tl.zeros([MOVERS, PARTNERS], tl.float32)
-        ours, theirs = tl.zeros([MOVERS], tl.float32), tl.zeros([PARTNERS], tl.float32)
-        dots, ours, theirs = _products(
-            dots, ours, theirs, room.keys_ptr, room.centre_ptr, scale_k, own, owns, other, others, DK, TILE.DIMS
-        )
-        dots, ours, theirs = _products(
-            dots,
-            ours,
-            theirs,
-            room.values_ptr,
-            room.centre_ptr + DK,
-            scale_v,
-            own,
-            owns,
-            other,
-            others,
-            TILE.DV,
-            TILE.DIMS,
-        )
+        theirs = scale_k * tl.load(room.far_keys_ptr + other, mask=others, other=0.0)
+        theirs += scale_v * tl.load(room.far_values_ptr + other, mask=others, other=0.0)
+        dots = scale_k * _products(room.split_keys_ptr, own, owns, other, others, TILE.DK, TILE)
+        dots += scale_v * _products(room.split_values_ptr, own, owns, other, others, TILE.DV, TILE)
         distance = tl.maximum(-2 * dots + ours[:, None] + theirs[None, :], 0.0)
         cost = distance / (share[:, None] + 1 / tl.load(room.sizes_ptr + other, mask=others, other=1.0)[None, :])
         cost = tl.where(others[None, :], cost, float("inf"))
@@ -232,10 +259,7 @@ def _next(wanted, after, LANES: tl.constexpr):
 
 @triton.jit
 def _receive(room, order_ptr, target, first, used, half, TILE: tl.constexpr):
-    """Merge into partners [first, first + RECEIVERS) the movers whose target [LANES] they are, oldest first.
-
-    Returns: squares of keys and values, from their centre, of these partners.
-    """
+    """Merge into partners [first, first + RECEIVERS) the movers whose target [LANES] they are, oldest first."""
     DK: tl.constexpr = TILE.DK
     DV: tl.constexpr = TILE.DV
     RECEIVERS: tl.constexpr = TILE.RECEIVERS
@@ -268,15 +292,8 @@ def _receive(room, order_ptr, target, first, used, half, TILE: tl.constexpr):
     far = row.to(tl.int64)[:, None]
     tl.store(room.keys_ptr + far * DK + dk[None, :], k, mask=changed[:, None] & (dk < DK)[None, :])
     tl.store(room.values_ptr + far * DV + dv[None, :], v, mask=changed[:, None] & (dv < DV)[None, :])
-    return _squares(k, size, room.centre_ptr, dk, DK), _squares(v, size, room.centre_ptr + DK, dv, DV)
-
-
-@triton.jit
-def _squares(rows, size, centre_ptr, cols, D: tl.constexpr):
-    """Sum of size |row - centre|^2."""
-    middle = tl.load(centre_ptr + cols, mask=cols < D, other=0.0)[None, :]
-    away = tl.where((size > 0)[:, None] & (cols < D)[None, :], rows - middle, 0.0)
-    return tl.sum(tl.sum(away * away, 1) * size, 0)
+    _put(room.split_keys_ptr, room.far_keys_ptr, room.centre_ptr, row, changed, dk, k, DK)
+    _put(room.split_values_ptr, room.far_values_ptr, room.centre_ptr + DK, row, changed, dv, v, DV)
 
 
 @triton.jit
@@ -301,28 +318,27 @@ def _joins(used, num):
 
 
 @triton.jit
-def _scale(squares, tokens):
-    """Factor of coordinates whose weighted sum of squares, over so many tokens, is given."""
-    return tl.sqrt(1 / tl.maximum(squares / tl.maximum(tokens, 1.0), TINY))
+def _scales(room, order_ptr, used, tokens, SCAN: tl.constexpr):
+    """What squared distances of keys and of values are multiplied with: one over their variance."""
+    keys = tl.zeros([SCAN], tl.float32)
+    values = tl.zeros([SCAN], tl.float32)
+    for first in range(0, used, SCAN):
+        place = first + tl.arange(0, SCAN)
+        row = tl.load(order_ptr + place, mask=place < used, other=0.0).to(tl.int32)
+        size = tl.load(room.sizes_ptr + row, mask=place < used, other=0.0)
+        keys += size * tl.load(room.far_keys_ptr + row, mask=place < used, other=0.0)
+        values += size * tl.load(room.far_values_ptr + row, mask=place < used, other=0.0)
+    number = tl.maximum(tokens, 1.0)
+    return 1 / tl.maximum(tl.sum(keys, 0) / number, TINY), 1 / tl.maximum(tl.sum(values, 0) / number, TINY)
 
 
 @triton.jit
-def _settle(room, parts, own, rows, num, used, tokens, half, flip, TILE: tl.constexpr, HIP: tl.constexpr):
-    """All rounds of a head that are left, and its centroids written to where they are kept, as those of pair `own`."""
-    DK: tl.constexpr = TILE.DK
-    DV: tl.constexpr = TILE.DV
-    RECEIVERS: tl.constexpr = TILE.RECEIVERS
-    dk, dv = tl.arange(0, TILE.BK), tl.arange(0, TILE.BV)
+def _settle(room, parts, own, rows, num, used, tokens, TILE: tl.constexpr, HIP: tl.constexpr):
+    """All rounds of a head, and its centroids written to where they are kept, as those of pair `own`."""
+    half = tl.zeros([], tl.int32)
     while used > num:
-        order, joins = room.orders_ptr + flip * rows, _joins(used, num)
-        squares_k, squares_v = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
-        for first in range(0, used, RECEIVERS):
-            place = first + tl.arange(0, RECEIVERS)
-            row = tl.load(order + place, mask=place < used, other=0.0).to(tl.int32)
-            size = tl.load(room.sizes_ptr + row, mask=place < used, other=0.0)
-            squares_k += _squares(_tile(room.keys_ptr, row, place < used, dk, DK), size, room.centre_ptr, dk, DK)
-            squares_v += _squares(_tile(room.values_ptr, row, place < used, dv, DV), size, room.centre_ptr + DK, dv, DV)
-        scale_k, scale_v = _scale(squares_k, tokens), _scale(squares_v, tokens)
+        order, joins = room.orders_ptr + half * rows, _joins(used, num)
+        scale_k, scale_v = _scales(room, order, used, tokens, TILE.LANES)
         movers = (used + 1 - half) // 2
         for first in range(0, movers, TILE.MOVERS):
             _offer(room, order, first, used, half, scale_k, scale_v, TILE)
@@ -330,21 +346,41 @@ def _settle(room, parts, own, rows, num, used, tokens, half, flip, TILE: tl.cons
         lane = tl.arange(0, TILE.LANES)
         accepted = _accepted(room.offers_ptr, movers, joins, TILE.LANES)
         target = tl.load(room.partners_ptr + lane, mask=accepted, other=-1.0).to(tl.int32)
-        for first in range(0, (used + half) // 2, RECEIVERS):
+        for first in range(0, (used + half) // 2, TILE.RECEIVERS):
             _receive(room, order, target, first, used, half, TILE)
-        _age(order, room.orders_ptr + (1 - flip) * rows, accepted, used, half, TILE.LANES)
+        _age(order, room.orders_ptr + (1 - half) * rows, accepted, used, half, TILE.LANES)
         _barrier(HIP)  # rows and their list are read by other threads than wrote them
-        used, half, flip = used - joins, 1 - half, 1 - flip
-    order = room.orders_ptr + flip * rows
-    for first in range(0, num, RECEIVERS):
-        place = first + tl.arange(0, RECEIVERS)
-        there, kept = place < used, own * num + place
-        row = tl.load(order + place, mask=there, other=0.0).to(tl.int32)
-        size = tl.load(room.sizes_ptr + row, mask=there, other=0.0)
-        tl.store(parts.sizes_ptr + kept, size, mask=place < num)
-        tl.store(parts.spread_ptr + kept, tl.load(room.spreads_ptr + row, mask=there, other=0.0), mask=place < num)
-        _keep(parts.key_mean_ptr, kept, place < num, dk, _tile(room.keys_ptr, row, there, dk, DK), size, DK)
-        _keep(parts.value_mean_ptr, kept, place < num, dv, _tile(room.values_ptr, row, there, dv, DV), size, DV)
+        used, half = used - joins, 1 - half
+    for first in range(0, num, TILE.RECEIVERS):
+        _store(room, room.orders_ptr + half * rows, parts, own, first, num, used, TILE)
+
+
+@triton.jit
+def _store(room, order_ptr, parts, own, first, num, used, TILE: tl.constexpr):
+    """Write centroids [first, first + RECEIVERS) to where they are kept."""
+    DK: tl.constexpr = TILE.DK
+    DV: tl.constexpr = TILE.DV
+    dk, dv = tl.arange(0, TILE.BK), tl.arange(0, TILE.BV)
+    place = first + tl.arange(0, TILE.RECEIVERS)
+    there, kept = place < used, own * num + place
+    row = tl.load(order_ptr + place, mask=there, other=0.0).to(tl.int32)
+    size = tl.load(room.sizes_ptr + row, mask=there, other=0.0)
+    tl.store(parts.sizes_ptr + kept, size, mask=place < num)
+    tl.store(parts.spread_ptr + kept, tl.load(room.spreads_ptr + row, mask=there, other=0.0), mask=place < num)
+    _keep(parts.key_mean_ptr, kept, place < num, dk, _tile(room.keys_ptr, row, there, dk, DK), size, DK)
+    _keep(parts.value_mean_ptr, kept, place < num, dv, _tile(room.values_ptr, row, there, dv, DV), size, DV)
+
+
+@triton.jit
+def _place(room, first, end, TILE: tl.constexpr):
+    """Split rows [first, first + RECEIVERS) of the working set, of `end`, whose centre is known by now."""
+    DK: tl.constexpr = TILE.DK
+    DV: tl.constexpr = TILE.DV
+    dk, dv = tl.arange(0, TILE.BK), tl.arange(0, TILE.BV)
+    row = first + tl.arange(0, TILE.RECEIVERS)
+    k, v = _tile(room.keys_ptr, row, row < end, dk, DK), _tile(room.values_ptr, row, row < end, dv, DV)
+    _put(room.split_keys_ptr, room.far_keys_ptr, room.centre_ptr, row, row < end, dk, k, DK)
+    _put(room.split_values_ptr, room.far_values_ptr, room.centre_ptr + DK, row, row < end, dv, v, DV)
 
 
 @triton.jit
@@ -451,17 +487,19 @@ def _few_kernel(
         room.values_ptr, room.centre_ptr + DK, parts.value_mean_ptr, values, index, to, live, own, num, tokens,
         new_values.stride_t, room.sizes_ptr, DV, R, TILE.SLICE,
     )  # fmt: skip
-    _barrier(HIP)  # rows are read by other threads than wrote them
-    start = tl.zeros([], tl.int32)
-    _settle(room, parts, own, rows, num, used + gone, tokens, start, start, TILE, HIP)
+    _barrier(HIP)  # rows and their centre are read by other threads than wrote them
+    for first in range(0, num + gone, TILE.RECEIVERS):
+        _place(room, first, num + gone, TILE)
+    _barrier(HIP)
+    _settle(room, parts, own, rows, num, used + gone, tokens, TILE, HIP)
 
 
 @triton.jit
 def _gather(
-    base_ptr, centre_ptr, squares_ptr, parts_ptr, new_ptr, index_ptr, sizes, own, first, num, gone, tokens, stride_t,
-    cols, D: tl.constexpr, ROWS: tl.constexpr, HIP: tl.constexpr,
+    base_ptr, centre_ptr, parts_ptr, new_ptr, index_ptr, sizes, own, first, num, gone, tokens, stride_t, cols,
+    D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Columns of the working set: of the centroids, then of `gone` candidates. Their centre and squares."""
+    """Columns of the working set: of the centroids, then of `gone` candidates; and their centre."""
     total = tl.zeros(cols.shape, tl.float32)
     width = (cols < D)[None, :]
     for start in range(0, num + gone, ROWS):
@@ -474,24 +512,13 @@ def _gather(
         tl.store(base_ptr + row[:, None] * D + cols[None, :], x, mask=(row < num + gone)[:, None] & width)
         size = tl.load(sizes + row, mask=row < num, other=0.0)
         total += tl.sum(x * tl.where(new, 1.0, size)[:, None], 0)
-    centre = total / tl.maximum(tokens, 1.0)
-    tl.store(centre_ptr + cols, centre, mask=cols < D)
-    _barrier(HIP)
-    squares = tl.zeros([], tl.float32)
-    for start in range(0, num + gone, ROWS):
-        row = start + tl.arange(0, ROWS)
-        x = _tile(base_ptr, row, row < num + gone, cols, D)
-        size = tl.where(row < num, tl.load(sizes + row, mask=row < num, other=0.0), 1.0)
-        size = tl.where(row < num + gone, size, 0.0)
-        away = tl.where((size > 0)[:, None] & width, x - centre[None, :], 0.0)
-        squares += tl.sum(tl.sum(away * away, 1) * size, 0)
-    tl.store(squares_ptr, squares)
+    tl.store(centre_ptr + cols, total / tl.maximum(tokens, 1.0), mask=cols < D)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _gather_kernel(
     new_keys: View, new_values: View, index_ptr, gone_ptr, parts: EvictedPointers, room_ptr, rows_ptr, page, first,
-    most, num, rows, stride_i, TILE: tl.constexpr, HIP: tl.constexpr,
+    most, num, rows, stride_i, TILE: tl.constexpr,
 ):  # fmt: skip
     DK: tl.constexpr = TILE.DK
     DV: tl.constexpr = TILE.DV
@@ -522,75 +549,56 @@ def _gather_kernel(
     index_ptr += pair * stride_i
     if part < KEY_SLICES:
         _gather(
-            room.keys_ptr, room.centre_ptr, room.squares_ptr + part, parts.key_mean_ptr,
+            room.keys_ptr, room.centre_ptr, parts.key_mean_ptr,
             new_keys.ptr + batch * new_keys.stride_b + kv * new_keys.stride_h, index_ptr, known, own, first, num, gone,
-            tokens, new_keys.stride_t, part * SLICE + cols, DK, TILE.ROWS, HIP,
+            tokens, new_keys.stride_t, part * SLICE + cols, DK, TILE.ROWS,
         )  # fmt: skip
-        tl.store(room.squares_ptr + rows + part, 0.0)
     else:
         _gather(
-            room.values_ptr, room.centre_ptr + DK, room.squares_ptr + rows + part, parts.value_mean_ptr,
+            room.values_ptr, room.centre_ptr + DK, parts.value_mean_ptr,
             new_values.ptr + batch * new_values.stride_b + kv * new_values.stride_h, index_ptr, known, own, first, num,
-            gone, tokens, new_values.stride_t, (part - KEY_SLICES) * SLICE + cols, DV, TILE.ROWS, HIP,
+            gone, tokens, new_values.stride_t, (part - KEY_SLICES) * SLICE + cols, DV, TILE.ROWS,
         )  # fmt: skip
-        tl.store(room.squares_ptr + part, 0.0)
-
-
-@triton.jit
-def _sum_parts(parts_ptr, parts):
-    """Sum of so many numbers, in a fixed order."""
-    total = tl.zeros([64], tl.float32)
-    for first in range(0, parts, 64):
-        part = first + tl.arange(0, 64)
-        total += tl.load(parts_ptr + part, mask=part < parts, other=0.0)
-    return tl.sum(total, 0)
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _offer_kernel(room_ptr, num, rows, half, sums, TILE: tl.constexpr):
+def _place_kernel(gone_ptr, room_ptr, first, most, num, rows, TILE: tl.constexpr):
+    pair = tl.program_id(0).to(tl.int64)
+    gone = tl.minimum(tl.maximum(tl.load(gone_ptr + pair).to(tl.int32) - first, 0), most)
+    _place(_room(room_ptr, pair, rows, TILE), tl.program_id(1) * TILE.RECEIVERS, num + gone, TILE)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _offer_kernel(room_ptr, num, rows, half, TILE: tl.constexpr):
     room = _room(room_ptr, tl.program_id(0).to(tl.int64), rows, TILE)
     used = tl.load(room.notes_ptr + half).to(tl.int32)
     first = tl.program_id(1) * TILE.MOVERS
     if used > num and first < (used + 1 - half) // 2:
-        tokens = tl.load(room.notes_ptr + 2)
-        scale_k = _scale(_sum_parts(room.squares_ptr, sums), tokens)
-        scale_v = _scale(_sum_parts(room.squares_ptr + rows, sums), tokens)
-        _offer(room, room.orders_ptr + half * rows, first, used, half, scale_k, scale_v, TILE)
+        order = room.orders_ptr + half * rows
+        scale_k, scale_v = _scales(room, order, used, tl.load(room.notes_ptr + 2), TILE.SCAN)
+        _offer(room, order, first, used, half, scale_k, scale_v, TILE)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _receive_kernel(room_ptr, num, rows, half, TILE: tl.constexpr):
-    DK: tl.constexpr = TILE.DK
-    DV: tl.constexpr = TILE.DV
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     room = _room(room_ptr, pair, rows, TILE)
     order = room.orders_ptr + half * rows
     used = tl.load(room.notes_ptr + half).to(tl.int32)
     joins, movers = _joins(used, num), (used + 1 - half) // 2
-    accepted = _accepted(room.offers_ptr, movers, joins, TILE.LANES)
     lane = tl.arange(0, TILE.LANES)
+    accepted = lane < movers
+    if joins < movers:
+        accepted = _accepted(room.offers_ptr, movers, joins, TILE.LANES)
     target = tl.load(room.partners_ptr + lane, mask=accepted, other=-1.0).to(tl.int32)
-    first = part * TILE.RECEIVERS
-    squares_k, squares_v = _receive(room, order, target, first, used, half, TILE)
-    mover = first + tl.arange(0, TILE.RECEIVERS)
-    left = tl.sum(((mover[:, None] == lane[None, :]) & accepted[None, :]).to(tl.int32), 1)
-    stays = (mover < movers) & (left == 0)
-    row = tl.load(order + half + 2 * mover, mask=stays, other=0.0).to(tl.int32)
-    size = tl.load(room.sizes_ptr + row, mask=stays, other=0.0)
-    dk, dv = tl.arange(0, TILE.BK), tl.arange(0, TILE.BV)
-    squares_k += _squares(_tile(room.keys_ptr, row, stays, dk, DK), size, room.centre_ptr, dk, DK)
-    squares_v += _squares(_tile(room.values_ptr, row, stays, dv, DV), size, room.centre_ptr + DK, dv, DV)
-    tl.store(room.squares_ptr + part, squares_k)
-    tl.store(room.squares_ptr + rows + part, squares_v)
+    _receive(room, order, target, part * TILE.RECEIVERS, used, half, TILE)
     if part == 0:
         _age(order, room.orders_ptr + (1 - half) * rows, accepted, used, half, TILE.LANES)
         tl.store(room.notes_ptr + 1 - half, (used - joins).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _settle_kernel(
-    parts: EvictedPointers, room_ptr, rows_ptr, page, num, rows, half, TILE: tl.constexpr, HIP: tl.constexpr
-):
+def _store_kernel(parts: EvictedPointers, room_ptr, rows_ptr, page, num, rows, half, TILE: tl.constexpr):
     pair = tl.program_id(0).to(tl.int64)
     row, own = _home(rows_ptr, page, pair, TILE.HEADS)
     if rows_ptr is not None:
@@ -598,18 +606,23 @@ def _settle_kernel(
             return
     parts = EvictedPointers(*[p if p is None else _page(p, row, page) for p in parts])
     room = _room(room_ptr, pair, rows, TILE)
-    used, tokens = tl.load(room.notes_ptr + half).to(tl.int32), tl.load(room.notes_ptr + 2)
-    _settle(room, parts, own, rows, num, used, tokens, half, half, TILE, HIP)
+    used = tl.load(room.notes_ptr + half).to(tl.int32)
+    _store(room, room.orders_ptr + half * rows, parts, own, tl.program_id(1) * TILE.RECEIVERS, num, used, TILE)
 
 
 def room_size(rows: int, dim: int, value_dim: int) -> int:
     """Numbers of scratch for a head whose working set has so many rows, see `_room`."""
-    return rows * (dim + value_dim + 8) + dim + value_dim + 16
+    return rows // 2 * (5 * (dim + value_dim) + 16) + dim + value_dim + 16
 
 
 def working_rows(num: int, most: int) -> int:
     """Rows of a working set of `num` centroids and at most `most` tokens."""
     return triton.cdiv(num + most, 16) * 16
+
+
+def _asking(tile: Tile, chip: str) -> Tile:
+    """Of a launch of offers: on sm_90 tiles that a group of four warps multiplies at once."""
+    return tile._replace(MOVERS=64 if chip == "90" else 32, PARTNERS=64)
 
 
 def _warps(dim: int, lanes: int, hip: bool) -> int:
@@ -668,27 +681,30 @@ def _join_blocks(
     Args: new: keys and values; index [B, Hkv, N]: of them by age; gone [B, Hkv]: how many leave; where: rows and page.
     """
     _, heads, num, dim = parts.keys.shape
-    value_dim, pairs, hip = parts.values.shape[-1], gone.numel(), on_hip()
+    value_dim, pairs = parts.values.shape[-1], gone.numel()
     tile = Tile.of(heads, dim, value_dim, 0)
-    rows, lanes = working_rows(num, min(most, BLOCK)), pow2(triton.cdiv(num + BLOCK, 2))
+    asking = _asking(tile, chip_of(gone.device))
+    rows = working_rows(num, min(most, BLOCK))
     room = torch.empty(pairs * room_size(rows, dim, value_dim), dtype=torch.float32, device=gone.device)
-    launch = {"num_warps": _warps(max(dim, value_dim), 0, hip), "num_stages": stages(2)}
+    launch = {"num_warps": _warps(max(dim, value_dim), 0, on_hip()), "num_stages": stages(2)}
     slices = triton.cdiv(dim, tile.SLICE) + triton.cdiv(value_dim, tile.SLICE)
     for first in range(0, most, BLOCK):
-        total, half, sums = num + min(BLOCK, most - first), 0, slices
+        now = min(BLOCK, most - first)
+        total, half = num + now, 0
         _gather_kernel[pairs, slices](
-            *new, index, gone, known, room, *where, first, min(BLOCK, most - first), num, rows, index.stride(1),
-            TILE=tile._replace(LANES=tile.SCAN), HIP=hip, **launch,
+            *new, index, gone, known, room, *where, first, now, num, rows, index.stride(1),
+            TILE=tile._replace(LANES=tile.SCAN), **launch,
         )  # fmt: skip
-        while total > max(num, SETTLED):
+        _place_kernel[pairs, triton.cdiv(total, tile.RECEIVERS)](gone, room, first, now, num, rows, TILE=tile, **launch)
+        while total > num:
             movers, partners = (total + 1 - half) // 2, (total + half) // 2
-            _offer_kernel[pairs, triton.cdiv(movers, tile.MOVERS)](room, num, rows, half, sums, TILE=tile, **launch)
-            sums = triton.cdiv(max(movers, partners), tile.RECEIVERS)
-            _receive_kernel[pairs, sums](
-                room, num, rows, half, TILE=tile._replace(LANES=lanes), num_warps=_warps(dim, lanes, hip),
+            lanes = pow2(triton.cdiv(SETTLED if total <= SETTLED else num + BLOCK, 2))  # two compilations
+            _offer_kernel[pairs, triton.cdiv(movers, asking.MOVERS)](room, num, rows, half, TILE=asking, **launch)
+            _receive_kernel[pairs, triton.cdiv(partners, tile.RECEIVERS)](
+                room, num, rows, half, TILE=tile._replace(LANES=lanes), num_warps=_warps(dim, lanes, on_hip()),
                 num_stages=stages(2),
             )  # fmt: skip
             total, half = most_left(total, num), 1 - half
-        _settle_kernel[(pairs,)](
-            known, room, *where, num, rows, half, TILE=tile._replace(LANES=pow2(SETTLED // 2)), HIP=hip, **launch
+        _store_kernel[pairs, triton.cdiv(num, tile.RECEIVERS)](
+            known, room, *where, num, rows, half, TILE=tile, **launch
         )

@@ -176,6 +176,13 @@ def field(x: Array, first: Array, count: Array) -> Array:
     return np.where(count == 0, 0, whole).astype(f"u{x.dtype.itemsize}")
 
 
+def inserted(x: Array, into: Array, first: Array, count: Array) -> Array:
+    """`into`, with `count` bits of x from number `first` on."""
+    bits = ((np.uint64(1) << count.astype(np.uint64)) - np.uint64(1)) << first.astype(np.uint64)
+    moved = x.astype(np.uint64) << first.astype(np.uint64)
+    return ((into & ~bits) | (moved & bits)).astype(np.uint32)
+
+
 def permuted(low: Array, high: Array, selector: Array) -> Array:
     """Of eight bytes those that the hexadecimal digits of the selector name; from 8 on, their signs."""
     which = selector[:, None] >> np.arange(0, 16, 4, dtype=np.uint32)
@@ -277,6 +284,7 @@ FUNCTIONS: dict[str, Callable[..., tuple[list[str], str, Callable]]] = {
     ),
     r"cvt\.rn\.(bf16|f16)x2\.f32": lambda kind: (["f32"] * 2, "b32", pair(kind)),
     r"bfe\.([su](?:32|64))": lambda kind: ([kind, "u32", "u32"], f"b{kind[1:]}", field),
+    r"bfi\.b32": lambda: (["b32", "b32", "u32", "u32"], "b32", inserted),
     r"lop3\.b32": lambda: (["b32"] * 4, "b32", looked_up),
     r"prmt\.b32": lambda: (["b32"] * 3, "b32", permuted),
     r"popc\.(b32|b64)": lambda kind: ([kind], "u32", np.bitwise_count),

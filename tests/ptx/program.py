@@ -52,7 +52,8 @@ class Program:
         self.executable, self.kernel, self.number, self.place = executable, executable.kernel, number, place
         self.arguments, self.history, self.bytes = arguments, history, shared
         self.registers, self.everyone = list(executable.registers), np.arange(self.kernel.threads)
-        self.specials = dict(zip(("%ctaid.x", "%ctaid.y", "%ctaid.z", "%nctaid.x", "%nctaid.y"), (*place, *grid)))
+        names = [f"%{of}.{axis}" for of in ("ctaid", "nctaid") for axis in "xyz"]
+        self.specials = dict(zip(names, (*place, *grid)))
         self.now = self.kernel.code[0]
         self.loaded: dict[int, list[Access]] = {}
 

@@ -163,7 +163,8 @@ class FastKVLayer(CacheLayerMixin):
     def _fix(self) -> None:
         """Let the length of a static cache be a tensor that stays where it is."""
         if self.cache.static:
-            self.seen = torch.as_tensor(self.seen, dtype=torch.int64, device=self.device)
+            if isinstance(self.seen, int):  # filled on the device: a copy from the host would wait for it
+                self.seen = torch.full((), self.seen, dtype=torch.int64, device=self.device)
             torch._dynamo.mark_static_address(self.seen, guard=False)
 
     def adopted(self, seen: int, rolls_back: bool) -> None:
