@@ -267,7 +267,7 @@ def _ahead_kernel(queries: View, valid_ptr, turn: Turn, sums_ptr, T, N, each, si
         tl.store(sums.notes_ptr + 1, newest.to(tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stretches"])
 def _turn_kernel(sums_ptr, turn: Turn, mean_ptr, covariance_ptr, count_ptr, stretches, horizon, TILE: tl.constexpr):
     HEADS: tl.constexpr = TILE.HEADS
     D: tl.constexpr = TILE.D
