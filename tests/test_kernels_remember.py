@@ -96,9 +96,10 @@ def test_any_eviction(shape, num, before, leave, dim, dtype, seed):
     check(parts_of(*shape, num, dim, before, seed), tokens, max(leave))
 
 
-@pytest.mark.parametrize("few", [0, 64])
-def test_rounds_over_several_programs(monkeypatch, few):
+@pytest.mark.parametrize("together, few", covering([16, 256], [0, 64], together=1))
+def test_rounds_over_several_programs(monkeypatch, together, few):
     """Every way to do the rounds does the same ones."""
+    monkeypatch.setattr(module, "TOGETHER", together)
     monkeypatch.setattr(module, "FEW", few)
     for leave, before in (((50, 7), 20), ((64, 0), 0)):
         check(parts_of(1, 2, 5, 48, before), candidates(1, 2, 90, 48, leave), 64)
@@ -114,6 +115,7 @@ def test_blocks_of_a_prompt(monkeypatch):
     """The same with blocks of few tokens, in kernels and reference."""
     monkeypatch.setattr(module, "BLOCK", 64)
     monkeypatch.setattr(reference.centroids, "BLOCK", 64)
+    monkeypatch.setattr(module, "TOGETHER", 16)
     check(parts_of(1, 2, 9, 32, 4), candidates(1, 2, 140, 32, (130, 65), torch.bfloat16), 130)
 
 

@@ -89,7 +89,6 @@ from ._launch import (
 BLOCKS = {64: (64, 64, 3), 128: (64, 64, 3), 256: (32, 32, 3), 512: (16, 32, 3)}
 FP32_BLOCKS = {64: (32, 32, 2), 128: (32, 32, 2), 256: (16, 16, 2)}
 BLOCK_C = {128: 64, 256: 32, 512: 16}  # centroids at a time in half precision, by the padded head_dim
-MANY_WARPS = "90", "100"  # chips, see `chip_of`, where two programs of eight warps fit
 CENTROID = 2.2  # slots that cost as much as one (perf.counts)
 MERGE_TILE = 16384  # elements of partials summed at once: all of the usual shapes, so that no load waits for another
 
@@ -321,9 +320,7 @@ def _constants(
         block_k, block_c, attention_slots(merge_rows), splits, parts, most,
     )  # fmt: skip
     wide = padded > 256 or (padded == 256 and (tight or dtype == torch.float32))
-    # In large batches programs that decode 8 bits wait twice as long as they issue, on an H200: more warps take turns.
-    waits = coded and not packed and dtype != torch.float32 and programs <= 2 and padded <= 128 and chip in MANY_WARPS
-    return tile, 8 if wide or waits else 4, num_stages
+    return tile, 8 if wide else 4, num_stages
 
 
 def most_registers(order: int | None, tile: DecodeTile, coded: bool, chip: str) -> dict[str, int]:

@@ -22,7 +22,7 @@ them.
 
 Launches: one where few tokens leave (an eviction while decoding), whose programs own a head. For a prompt, per BLOCK
 tokens, one that gathers them, whose programs own columns; one that splits them; two a round, whose programs own movers
-(offers) and partners (merges); and one that stores the centroids.
+(offers) and partners (merges), down to TOGETHER centroids; and one for all rounds from there, again one program a head.
 Bytes per BLOCK tokens and head: 10 BLOCK (Dk + Dv) written and, in a round of u, 6 u^2 (Dk + Dv) / 128 read from L2.
 
 Does not handle: means that are neither bf16 nor fp32, head_dim above 256.
@@ -55,6 +55,7 @@ from ._launch import (
 )
 from .slot_signals import in_order
 
+TOGETHER = 96  # centroids of a head from which on one program does all rounds: launches would take longer
 FEW = 64  # tokens that one program lists, and joins if there is room for their centroids
 ALONE = 1024  # centroids and tokens that one program joins
 MANY = 128  # movers that four warps compare, a fourth of rows beyond 64 columns
@@ -83,7 +84,7 @@ class Tile(NamedTuple):
     LANES: int
     R: int = 16
     MOVERS: int = 16
-    PARTNERS: int = 32
+    PARTNERS: int = 64
     DIMS: int = 64
     RECEIVERS: int = 16
     SLICE: int = 32
@@ -333,9 +334,8 @@ def _scales(room, order_ptr, used, tokens, SCAN: tl.constexpr):
 
 
 @triton.jit
-def _settle(room, parts, own, rows, num, used, tokens, TILE: tl.constexpr, HIP: tl.constexpr):
-    """All rounds of a head, and its centroids written to where they are kept, as those of pair `own`."""
-    half = tl.zeros([], tl.int32)
+def _settle(room, parts, own, rows, num, used, tokens, half, TILE: tl.constexpr, HIP: tl.constexpr):
+    """All rounds of a head that are left, and its centroids written to where they are kept, as those of pair `own`."""
     while used > num:
         order, joins = room.orders_ptr + half * rows, _joins(used, num)
         scale_k, scale_v = _scales(room, order, used, tokens, TILE.LANES)
@@ -491,7 +491,7 @@ def _few_kernel(
     for first in range(0, num + gone, TILE.RECEIVERS):
         _place(room, first, num + gone, TILE)
     _barrier(HIP)
-    _settle(room, parts, own, rows, num, used + gone, tokens, TILE, HIP)
+    _settle(room, parts, own, rows, num, used + gone, tokens, tl.zeros([], tl.int32), TILE, HIP)
 
 
 @triton.jit
@@ -598,7 +598,9 @@ def _receive_kernel(room_ptr, num, rows, half, TILE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _store_kernel(parts: EvictedPointers, room_ptr, rows_ptr, page, num, rows, half, TILE: tl.constexpr):
+def _settle_kernel(
+    parts: EvictedPointers, room_ptr, rows_ptr, page, num, rows, half, TILE: tl.constexpr, HIP: tl.constexpr
+):
     pair = tl.program_id(0).to(tl.int64)
     row, own = _home(rows_ptr, page, pair, TILE.HEADS)
     if rows_ptr is not None:
@@ -606,8 +608,8 @@ def _store_kernel(parts: EvictedPointers, room_ptr, rows_ptr, page, num, rows, h
             return
     parts = EvictedPointers(*[p if p is None else _page(p, row, page) for p in parts])
     room = _room(room_ptr, pair, rows, TILE)
-    used = tl.load(room.notes_ptr + half).to(tl.int32)
-    _store(room, room.orders_ptr + half * rows, parts, own, tl.program_id(1) * TILE.RECEIVERS, num, used, TILE)
+    used, tokens = tl.load(room.notes_ptr + half).to(tl.int32), tl.load(room.notes_ptr + 2)
+    _settle(room, parts, own, rows, num, used, tokens, half, TILE, HIP)
 
 
 def room_size(rows: int, dim: int, value_dim: int) -> int:
@@ -682,7 +684,9 @@ def _join_blocks(
     """
     _, heads, num, dim = parts.keys.shape
     value_dim, pairs = parts.values.shape[-1], gone.numel()
-    tile = Tile.of(heads, dim, value_dim, 0)
+    tile, small = Tile.of(heads, dim, value_dim, pow2(triton.cdiv(TOGETHER, 2))), min(dim, value_dim) < 128
+    settling = tile._replace(PARTNERS=32) if small else tile  # with 64 registers spill
+    tile = tile if small else tile._replace(RECEIVERS=8)
     asking = _asking(tile, chip_of(gone.device))
     rows = working_rows(num, min(most, BLOCK))
     room = torch.empty(pairs * room_size(rows, dim, value_dim), dtype=torch.float32, device=gone.device)
@@ -696,7 +700,7 @@ def _join_blocks(
             TILE=tile._replace(LANES=tile.SCAN), **launch,
         )  # fmt: skip
         _place_kernel[pairs, triton.cdiv(total, tile.RECEIVERS)](gone, room, first, now, num, rows, TILE=tile, **launch)
-        while total > num:
+        while total > max(num, TOGETHER):
             movers, partners = (total + 1 - half) // 2, (total + half) // 2
             lanes = pow2(triton.cdiv(SETTLED if total <= SETTLED else num + BLOCK, 2))  # two compilations
             _offer_kernel[pairs, triton.cdiv(movers, asking.MOVERS)](room, num, rows, half, TILE=asking, **launch)
@@ -705,6 +709,4 @@ def _join_blocks(
                 num_stages=stages(2),
             )  # fmt: skip
             total, half = most_left(total, num), 1 - half
-        _store_kernel[pairs, triton.cdiv(num, tile.RECEIVERS)](
-            known, room, *where, num, rows, half, TILE=tile, **launch
-        )
+        _settle_kernel[(pairs,)](known, room, *where, num, rows, half, TILE=settling, HIP=on_hip(), **launch)
