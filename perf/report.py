@@ -7,7 +7,6 @@
 Writes README.md and PNG plots beside the files. Tables that were not measured say so. Files of dry runs are ignored.
 """
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -18,10 +17,9 @@ from .tables import NONE, Row, chosen, filled, plot, read, table, write_section
 # Shown on the page, at the shapes of the second.
 PEERS = (
     "copy", "fastkv default", "fastkv moments", "SDPA cuDNN", "SDPA flash", "flash-attn 3", "FlashInfer",
-    "FlashInfer tensor cores",
+    "FlashInfer tensor cores", "FlexAttention",
 )  # fmt: skip
-OWN = tuple(f"fastkv {what}with sums" for what in ",int8 ,fp8 ,int4 ,k8v4 ,unequal heads ,in pages ".split(","))
-PARTS = "gpu_ablations.jsonl"  # steps with parts left out: of all, sums of attention, the default's is left
+OWN = tuple(f"fastkv {what}" for what in "with sums,in pages,unequal heads,int8,fp8,int4,k8v4".split(","))
 LLAMA, LENGTH, DRAWN = "llama-3.1-8b", 4096, "gpu_decode"
 BEGIN = "<!-- on a GPU: written by `python -m perf.report --readme` from perf/results, do not edit -->"
 END = "<!-- on a GPU: end -->"
@@ -40,13 +38,6 @@ def skipped(files: dict[str, Row]) -> Counter[tuple[str, str]]:
     """Who could not run, and why."""
     rows = [row for name, file in files.items() if name.startswith("gpu_") for row in file["rows"] if "skipped" in row]
     return Counter((row.get("op") or row["cache"], row["skipped"].replace("|", "/")) for row in rows)
-
-
-def of_parts(file: Path) -> list[Row]:
-    """The default's steps of Llama's heads, measured before programs shared the centroids of a head, as timings."""
-    lines = [json.loads(line) for line in file.read_text().splitlines()[1:]] if file.exists() else []
-    default = {"part": "decode", "heads": LLAMA, "op": "fastkv default"}
-    return [default | one for one in chosen(lines, correction="centroids", attention=False, append=True, changed={})]
 
 
 def beside(rows: list[Row], shown: tuple[str, ...], drawn: Path | None = None) -> str:
@@ -75,7 +66,7 @@ def on_gpu(folder: Path) -> str:
     _, rows, whole = of_gpu(files)
     facts: Row = {"rows": rows, "drawn": DRAWN, "steps": whole}
     if rows:
-        facts |= {"peers": beside([*of_parts(folder / PARTS), *rows], PEERS), "own": beside(rows, OWN)}
+        facts |= {"peers": beside(rows, PEERS), "own": beside(rows, OWN)}
         file = files["gpu_timings"]
         facts |= {"machine": speed.machine(file), "environment": file["environment"]}
     return f"{BEGIN}\n\n{filled(Path(__file__).parent / 'gpu' / 'page.jinja', **facts)}\n\n{END}"
@@ -89,7 +80,7 @@ def write(folder: Path) -> Path:
     facts = {**speed.chapter(files, folder), "files": files, "checks": checks, "skipped": skipped(files)}
     facts |= {"best": max(copies, default=None), "steps": whole}
     facts |= {part: timed(rows, part) for part in ("decode", "prompt")}
-    beside([*of_parts(folder / PARTS), *rows], PEERS, folder)
+    beside(rows, PEERS, folder)
     path = folder / "README.md"
     path.write_text(filled(Path(__file__).with_suffix(".jinja"), **facts) + "\n")
     return path
