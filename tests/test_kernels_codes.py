@@ -270,16 +270,6 @@ def test_evict_in_the_tiles_of_each_chip(chip, monkeypatch):
     evict.check(case, 20, sinks=2, recent=3)
 
 
-@pytest.mark.parametrize("slots", ["int8", "fp8"])
-def test_decode_in_eight_warps(slots, monkeypatch):
-    """As large batches do on Hopper."""
-    tiles = launched(monkeypatch, decode_attention)
-    monkeypatch.setattr("fastkv.kernels.decode_attention.chip_of", lambda device: "90")
-    with splits(1):
-        check_decode(decode.Case.make(1, 2, 4, 128, 150, torch.bfloat16, (149, 97), (300, 5)), slots)
-    assert [warps for _, warps, _ in tiles] == [8]
-
-
 def run(backend, slots, policy="momentkv", heads="uniform", **options):
     """Attention of a layer that keeps 12 tokens over two blocks of a prompt and 4 tokens, and the layer."""
     source = torch.Generator().manual_seed(0)

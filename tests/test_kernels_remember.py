@@ -105,6 +105,15 @@ def test_rounds_over_several_programs(monkeypatch, together, few):
         check(parts_of(1, 2, 5, 48, before), candidates(1, 2, 90, 48, leave), 64)
 
 
+def test_tokens_that_are_close_to_each_other(monkeypatch):
+    """And far from their centre: which are closest is seen in the last bits of their products only."""
+    monkeypatch.setattr(module, "FEW", 0)
+    keys, values, *rest = candidates(1, 1, 70, 64, (66,))
+    side = 1 - 2 * (torch.arange(70) % 2)[None, None, :, None]
+    keys, values = (side * normal(64, seed=seed) + 0.03 * rows for seed, rows in enumerate((keys, values)))
+    check(parts_of(1, 1, 9, 64, 0), (keys, values, *rest), 66)
+
+
 @pytest.mark.parametrize("num, leave", [(5, 300), (80, 230)], ids=["half", "a quarter"])
 def test_rounds_become_finer(num, leave):
     """A head has so many centroids that half or a quarter of them join first, the other one few."""

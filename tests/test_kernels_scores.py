@@ -132,10 +132,11 @@ def window(batch=2, heads=1, groups=2, num=50, dim=64, dtype=torch.float32, kind
 
 
 def ahead(batch=2, heads=2, groups=2, num=45, dim=64, dtype=torch.float32, kind="left", seed=0, turned="halves",
-          asking=37):  # fmt: skip
+          asking=37, ends=None):  # fmt: skip
+    """ends: of what is real."""
     asking = min(num, asking)
     queries, keys = tokens(batch, heads * groups, asking, dim, dtype, seed), tokens(batch, heads, num, dim)
-    valid = every(make_mask(kind, batch, heads, num, seed), keys)
+    valid = every(make_mask(kind, batch, heads, num, seed), keys) & (torch.arange(num) < (ends or num))
     positions = valid.cumsum(-1).int() - 1
     given = {"positions": positions, "valid": valid, "rotary": rotary(dim, turned), "horizon": 70, "sinks": 2}
     asked = valid[:, :1, -asking:] & (positions[:, :1, -asking:] >= 2)
@@ -335,6 +336,7 @@ def test_window_sizes(asking, num, watched):
 def test_queries_ahead_of_several_stretches(kind):
     """Programs share the queries of a head; what they add up is turned together."""
     ahead(1, 2, 2, 560, 32, kind=kind, asking=2 * expected_attention.STRETCH + 9)
+    ahead(1, 2, 2, 560, 32, kind=kind, asking=2 * expected_attention.STRETCH + 9, ends=200)
 
 
 @pytest.mark.parametrize("size", [1e3, 1e4])

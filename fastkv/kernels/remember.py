@@ -55,7 +55,7 @@ from ._launch import (
 )
 from .slot_signals import in_order
 
-TOGETHER = 96  # centroids of a head from which on one program does all rounds: launches would take longer
+TOGETHER = 144  # centroids of a head from which on one program does all rounds: launches would take longer
 FEW = 64  # tokens that one program lists, and joins if there is room for their centroids
 ALONE = 1024  # centroids and tokens that one program joins
 MANY = 128  # movers that four warps compare, a fourth of rows beyond 64 columns
