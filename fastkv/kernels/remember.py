@@ -684,9 +684,8 @@ def _join_blocks(
     """
     _, heads, num, dim = parts.keys.shape
     value_dim, pairs = parts.values.shape[-1], gone.numel()
-    tile, small = Tile.of(heads, dim, value_dim, pow2(triton.cdiv(TOGETHER, 2))), min(dim, value_dim) < 128
-    settling = tile._replace(PARTNERS=32) if small else tile  # with 64 registers spill
-    tile = tile if small else tile._replace(RECEIVERS=8)
+    settling = Tile.of(heads, dim, value_dim, pow2(triton.cdiv(TOGETHER, 2)))
+    tile = settling._replace(RECEIVERS=8) if min(dim, value_dim) >= 128 else settling
     asking = _asking(tile, chip_of(gone.device))
     rows = working_rows(num, min(most, BLOCK))
     room = torch.empty(pairs * room_size(rows, dim, value_dim), dtype=torch.float32, device=gone.device)
