@@ -105,9 +105,12 @@ def test_rounds_over_several_programs(monkeypatch, together, few):
         check(parts_of(1, 2, 5, 48, before), candidates(1, 2, 90, 48, leave), 64)
 
 
-def test_tokens_that_are_close_to_each_other(monkeypatch):
+@pytest.mark.parametrize("chip", ["80", "90"])
+def test_tokens_that_are_close_to_each_other(monkeypatch, chip):
     """And far from their centre: which are closest is seen in the last bits of their products only."""
     monkeypatch.setattr(module, "FEW", 0)
+    monkeypatch.setattr(module, "TOGETHER", 16)
+    monkeypatch.setattr(module, "chip_of", lambda device: chip)
     keys, values, *rest = candidates(1, 1, 70, 64, (66,))
     side = 1 - 2 * (torch.arange(70) % 2)[None, None, :, None]
     keys, values = (side * normal(64, seed=seed) + 0.03 * rows for seed, rows in enumerate((keys, values)))

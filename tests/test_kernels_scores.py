@@ -332,6 +332,11 @@ def test_window_sizes(asking, num, watched):
     window(groups=3, asking=asking, num=num, watched=watched, kind="scattered", sink_logits=torch.randn(3))
 
 
+def test_queries_ahead_in_the_tiles_of_sm_80(monkeypatch):
+    monkeypatch.setattr(expected_attention, "chip_of", lambda device: "80")
+    ahead(1, 1, 1, dim=128, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("kind", MASKS)
 def test_queries_ahead_of_several_stretches(kind):
     """Programs share the queries of a head; what they add up is turned together."""
