@@ -349,7 +349,8 @@ def queries_ahead(
     second turn the sums of all stretches.
 
     Args: queries [B, Hq, T, D], unit stride along D; positions int32, valid bool [B, Hkv, N].
-    Cost: two launches; the first reads the queries once, and once more for every 64 numbers beyond 128; no host sync.
+    Cost: two launches; in the first each tile of columns reads the queries: one for heads of 64, two for 128, eight for
+        256; no host sync.
     """
     op, (batch, num_heads, num, dim) = "queries_ahead", queries.shape
     check_head_dim(op, dim)
@@ -376,16 +377,9 @@ def queries_ahead(
         num_warps=num_warps, num_stages=1,
     )  # fmt: skip
     _turn_kernel[batch * num_heads, triton.cdiv(dim // 2, 16)](
-        sums,
-        turn,
-        mean,
-        covariance,
-        count,
-        stretches,
-        horizon,
-        TILE=tile._replace(COLUMNS=16),
+        sums, turn, mean, covariance, count, stretches, horizon, TILE=tile._replace(COLUMNS=16),
         num_warps=8 if pairs > 64 else 4,
-    )
+    )  # fmt: skip
     return mean, covariance, count
 
 

@@ -490,7 +490,7 @@ def _few_kernel(
     _barrier(HIP)  # rows and their centre are read by other threads than wrote them
     for first in range(0, num + gone, TILE.RECEIVERS):
         _place(room, first, num + gone, TILE)
-    _barrier(HIP)
+    _barrier(HIP)  # and what they are split into
     _settle(room, parts, own, rows, num, used + gone, tokens, tl.zeros([], tl.int32), TILE, HIP)
 
 
@@ -587,7 +587,7 @@ def _receive_kernel(room_ptr, num, rows, half, TILE: tl.constexpr):
     used = tl.load(room.notes_ptr + half).to(tl.int32)
     joins, movers = _joins(used, num), (used + 1 - half) // 2
     lane = tl.arange(0, TILE.LANES)
-    accepted = lane < movers
+    accepted = lane < movers  # all of them in coarse rounds, whatever they offer
     if joins < movers:
         accepted = _accepted(room.offers_ptr, movers, joins, TILE.LANES)
     target = tl.load(room.partners_ptr + lane, mask=accepted, other=-1.0).to(tl.int32)
