@@ -300,6 +300,20 @@ def test_shapes(name, dtype, known):
         check(case)
 
 
+@pytest.mark.parametrize("known", KNOWN)
+def test_a_token_is_read_where_an_engine_has_it(known):
+    """Queries, keys and values of a sequence lie one after the other in one tensor."""
+    case = Case.make(3, 2, 3, 64, 24, torch.float16, (23, 0, 1, 14), (0, 7, 70), **KNOWN[known])
+    parts = case.q, case.k[:, :, 0], case.v[:, :, 0]
+    case.q, *pairs = torch.cat(parts, 1).split([6, 2, 2], 1)
+    case.k, case.v = (part[:, :, None] for part in pairs)
+    if known == "keys alone":
+        check_vector(case, 70, (70, 0, 33, 1), None, 1, True)
+    else:
+        check(case)
+    raises("q must be contiguous for each sequence", replace(case, q=case.q.repeat(1, 1, 2)[..., ::2]).kernel)
+
+
 def wrong(**given):
     """A step of which a tensor is not as it should be; of centroids by their own name."""
     case = Case.make(1, 2, 4, 64, 20, torch.float32, (5, 6), (1, 1), parts=3)

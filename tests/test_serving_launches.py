@@ -60,9 +60,9 @@ class Server:
         part = only(self.batcher.batch(described([(*one, count) for one, count in zip(self.sequences, now)])))
         for one, count in zip(self.sequences, now):
             one[3] += count
-        q, k, v = (torch.zeros(sum(now), heads, DIM, dtype=torch.bfloat16) for heads in (HQ, HKV, HKV))
+        q, k, v = torch.zeros(sum(now), HQ + 2 * HKV, DIM, dtype=torch.bfloat16).split([HQ, HKV, HKV], 1)
         found = []
-        for run in (part.prepare, lambda layer: part.attend(layer, q, k, v, torch.empty_like(q))):
+        for run in (part.prepare, lambda layer: part.attend(layer, q, k, v, q.new_empty(len(q), HQ, DIM))):
             with recorded() as launches, Operators() as operators:
                 run(self.layer)
             launched = [name for name, _ in launches]

@@ -45,6 +45,14 @@ class PendingBlock:
     first: bool
 
 
+def in_one_piece(token: Tensor) -> Tensor:
+    """Queries, keys or values [B, H, 1, D] of a step, as kernels want them: copied if there are gaps between heads, as
+    in slices of the fused projection of GPT-NeoX, but not if they are between sequences.
+    """
+    gap = token.stride(1) != token.shape[3] and token.shape[1] > 1
+    return token.contiguous() if gap or token.stride(3) != 1 else token
+
+
 class LayerCache:
     """One layer's tokens, and what it remembers of those it evicted, for a batch of sequences.
 
@@ -222,8 +230,8 @@ class LayerCache:
         if state.approx is not None:
             self._recover(length)
         state.fill()
-        # Slices of a fused projection (GPT-NeoX) have gaps between heads; everything else stays where it is.
-        out, _, _ = ops.decode_step(q.squeeze(2).contiguous(), k.contiguous(), v.contiguous(), state, rule.spec)
+        q, k, v = (in_one_piece(part) for part in (q, k, v))
+        out, _, _ = ops.decode_step(q.squeeze(2), k, v, state, rule.spec)
         if clock.now.evicts and not self.kv_sharers:
             if self.follows_text and not self.static and length > GROWTH * max(self.context, self.average):
                 self.deal(length)  # anew, for a text that has grown to so many tokens
@@ -257,7 +265,7 @@ class LayerCache:
     def step_shared(self, q: Tensor, how: Attends) -> Tensor:
         """Attention of another layer's query [B, Hq, 1, D] over everything so far, after `step`: [B, Hq, 1, Dv]."""
         state, rule = self._held()
-        out, _, _ = ops.decode_step(q.squeeze(2).contiguous(), None, None, state, rule.attending(how).spec)
+        out, _, _ = ops.decode_step(in_one_piece(q).squeeze(2), None, None, state, rule.attending(how).spec)
         if self._looked() and self.workspace.clock.now.evicts:
             evict(state, rule)
         return out.unsqueeze(2)

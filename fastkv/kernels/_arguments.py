@@ -48,11 +48,21 @@ PAIRS = ("keys", "values", "key_scales", "value_scales")  # of `StatePointers`
 
 
 class TokenPointers(NamedTuple):
-    """What a step is given of its token: queries [B, Hq, D], key and value [B, Hkv, 1, D], absent if not appended."""
+    """What a step is given of its token: queries [B, Hq, D], key and value [B, Hkv, 1, D], absent if not appended, and
+    how many elements it is from one sequence to the next in each: an engine has them in one tensor, side by side.
+    """
 
     q_ptr: Any
-    k_ptr: Any = None
-    v_ptr: Any = None
+    k_ptr: Any
+    v_ptr: Any
+    q_row: Any
+    k_row: Any
+    v_row: Any
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor | None, v: Tensor | None) -> TokenPointers:
+        """Of tensors of which each sequence's part lies in one piece."""
+        return cls(q, k, v, *(None if part is None else part.stride(0) for part in (q, k, v)))
 
 
 class EvictedPointers(NamedTuple):

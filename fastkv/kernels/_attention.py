@@ -389,6 +389,12 @@ def _count_token(lengths_ptr, seen_ptr, pair, held, HEADS: tl.constexpr):
 
 
 @triton.jit
+def _of_token(ptr, row, pair, size: tl.constexpr, HEADS: tl.constexpr):
+    """Where a pair of the batch finds its `size` elements of the token; row: from one sequence to the next."""
+    return ptr + pair // HEADS * row + pair % HEADS * size
+
+
+@triton.jit
 def _home(rows_ptr, page, pair, HEADS: tl.constexpr):
     """Where a pair of the batch lives: the row of the state, and the number of its pair there, or in the row's page.
 

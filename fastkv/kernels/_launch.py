@@ -67,6 +67,16 @@ def check_contiguous(op: str, **tensors: Tensor | None) -> None:
             )
 
 
+def check_token(op: str, q: Tensor, k: Tensor | None, v: Tensor | None) -> None:
+    """Raise FastKVError unless what each sequence has of these tensors lies in one piece."""
+    for name, tensor in {"q": q, "k": k, "v": v}.items():
+        if tensor is not None and not (tensor.is_contiguous() or dense_rows(tensor)):
+            raise FastKVError(
+                f"{op}: {name} must be contiguous for each sequence, got strides {tensor.stride()} for shape "
+                f"{list(tensor.shape)}; call .contiguous() where it is made"
+            )
+
+
 def check_rows(op: str, state: LayerState, *pointers: tuple, **more: Tensor | None) -> int | None:
     """How far it is from one row of these tensors of a state to the next, in units of 16 bytes, if they are views of
     pages; None if each lies by itself. pointers: tuples of `_arguments`.

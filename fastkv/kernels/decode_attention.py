@@ -52,6 +52,7 @@ from ._attention import (
     _merge_accs,
     _merge_sums,
     _mix,
+    _of_token,
     _own_parts,
     _own_results,
     _page,
@@ -70,10 +71,10 @@ from ._launch import (
     Workspace,
     addressed,
     attention_slots,
-    check_contiguous,
     check_decode,
     check_like,
     check_rows,
+    check_token,
     chip_of,
     decode_outputs,
     decode_programs,
@@ -165,7 +166,7 @@ def _decode_attention_kernel(
     held = length
     if token.k_ptr is not None:
         held = tl.minimum(length + 1, capacity)
-    q_ptr = token.q_ptr + pair * G * D
+    q_ptr = _of_token(token.q_ptr, token.q_row, pair, G * D, HEADS)
     slots = StatePointers(
         _codes_of(state.keys_ptr, state.key_scales_ptr, base, D),
         _codes_of(state.values_ptr, state.value_scales_ptr, base, D),
@@ -184,8 +185,10 @@ def _decode_attention_kernel(
         q = _load_query(q_ptr, GROUP)
         last = split == splits - 1  # whose share is the smallest
         if token.k_ptr is not None:  # loaded before anything has to be waited for
-            k = _load_token(token.k_ptr + pair * D, last, q_ptr.dtype.element_ty, GROUP)
-            v = _load_token(token.v_ptr + pair * D, last, q_ptr.dtype.element_ty, GROUP)
+            k_ptr = _of_token(token.k_ptr, token.k_row, pair, D, HEADS)
+            v_ptr = _of_token(token.v_ptr, token.v_row, pair, D, HEADS)
+            k = _load_token(k_ptr, last, q_ptr.dtype.element_ty, GROUP)
+            v = _load_token(v_ptr, last, q_ptr.dtype.element_ty, GROUP)
         rest = _turned_rest(q, slots.key_scales_ptr, D)
         q = _turned_query(q, slots.key_scales_ptr, D)
         share = tl.cdiv(length, splits)
@@ -334,8 +337,10 @@ def most_registers(order: int | None, tile: DecodeTile, coded: bool, chip: str) 
 def decode_step(
     q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One launch: everything contiguous, or rows of it in pages, nothing copied, no host sync; shapes as in
-    `reference.decode_step`. Of row 0 results are zero and -inf.
+    """One launch, nothing copied, no host sync; shapes as in `reference.decode_step`.
+
+    Everything is contiguous, or rows of it in pages; of q, k and v what each sequence has is. Of row 0 results are zero
+    and -inf.
 
     Keys and values have the dtype of q, or are codes with scales (see `_codes`), statistics are fp32, the matrix of the
     moments cross in fp32 or cross / count in half precision; `state.scratch` is a `Workspace`, made if it is empty.
@@ -352,7 +357,7 @@ def decode_step(
     dim = q.shape[-1]
     known = Terms.of(op, spec.evicted(state), dim)
     check_like(op, (heads * groups,), sink_logits=state.sink_logits)
-    check_contiguous(op, q=q, k=k, v=v)
+    check_token(op, q, k, v)
     appended = ("positions",) if k is not None else ()
     pointers = StatePointers.of(
         slots, *PAIRS, "bias", "attention", "lengths", "starts", *appended, seen=state.seen if appended else None
@@ -373,7 +378,7 @@ def decode_step(
     logits = room.logits if room is not None and collects else None
     results = decode_outputs(q, out)
     _decode_attention_kernel[pairs, tile.PARTS](
-        TokenPointers(q, k, v), pointers, evicted, results, parts, logits, state.sink_logits, state.rows, page,
+        TokenPointers.of(q, k, v), pointers, evicted, results, parts, logits, state.sink_logits, state.rows, page,
         Sizes(capacity, pool, known.num), Scaling(spec.scale, spec.softcap), TILE=tile, HIP=on_hip(),
         num_warps=num_warps, num_stages=stages(num_stages),
         **most_registers(known.order, tile, not slots.format.plain, chip_of(q.device)),

@@ -41,6 +41,7 @@ from ._attention import (
     _merge_accs,
     _merge_sums,
     _mix,
+    _of_token,
     _own_parts,
     _own_results,
     _page,
@@ -63,6 +64,7 @@ from ._launch import (
     check_decode,
     check_like,
     check_rows,
+    check_token,
     decode_outputs,
     num_programs,
     num_sms,
@@ -223,7 +225,7 @@ def _vector_decode_kernel(
     approx_base, approx_capacity = _stretch(approx.starts_ptr, own, sizes.approx_slots, HEADS)
     length, approx_length = tl.load(state.lengths_ptr + own), tl.load(approx.lengths_ptr + own)
     count = tl.load(evicted.count_ptr + own)
-    q_ptr = token.q_ptr + pair * G * D
+    q_ptr = _of_token(token.q_ptr, token.q_row, pair, G * D, HEADS)
     out_ptr = results.out_ptr
     slots = StatePointers(
         state.keys_ptr + base * D,
@@ -246,8 +248,10 @@ def _vector_decode_kernel(
         top, total, acc = _empty(M, GROUP.BLOCK_D)
         last = split == SPLITS - 1
         if token.k_ptr is not None:
-            k = _load_token(token.k_ptr + pair * D, last, slots.keys_ptr.dtype.element_ty, GROUP)
-            v = _load_token(token.v_ptr + pair * D, last, slots.values_ptr.dtype.element_ty, GROUP)
+            k_ptr = _of_token(token.k_ptr, token.k_row, pair, D, HEADS)
+            v_ptr = _of_token(token.v_ptr, token.v_row, pair, D, HEADS)
+            k = _load_token(k_ptr, last, slots.keys_ptr.dtype.element_ty, GROUP)
+            v = _load_token(v_ptr, last, slots.values_ptr.dtype.element_ty, GROUP)
         share = tl.cdiv(length, SPLITS)
         stop = tl.minimum(split * share + share, length)
         top, total, acc = _attend_slots(
@@ -374,7 +378,8 @@ def vector_decode_step(
     check_shape(op, "cos", recovery.cos, (None, dim // 2))
     known = Terms.of(op, spec.evicted(state), dim)
     check_like(op, (heads * groups,), sink_logits=state.sink_logits)
-    check_contiguous(op, q=q, k=k, v=v, weight=recovery.weight, cos=recovery.cos, sin=recovery.sin)
+    check_token(op, q, k, v)
+    check_contiguous(op, weight=recovery.weight, cos=recovery.cos, sin=recovery.sin)
     appended = ("positions",) if k is not None else ()
     pointers = StatePointers.of(
         exact, "keys", "values", "attention", "lengths", "starts", *appended, seen=state.seen if appended else None
@@ -396,7 +401,7 @@ def vector_decode_step(
     )
     results = decode_outputs(q, out)
     _vector_decode_kernel[pairs, splits + parts + (known.order is not None)](
-        TokenPointers(q, k, v), pointers, others, RecoveryPointers(recovery.weight, recovery.cos, recovery.sin),
+        TokenPointers.of(q, k, v), pointers, others, RecoveryPointers(recovery.weight, recovery.cos, recovery.sin),
         evicted, results, room.parts, room.logits if collects else None, state.sink_logits, state.rows, page,
         Sizes(slots, approx_slots, pool, approx_pool), Scaling(spec.scale, spec.softcap), TILE=tile, HIP=on_hip(),
         num_warps=num_warps, num_stages=stages(num_stages),

@@ -50,8 +50,7 @@ class Part:
         """
         number, at = len(self.rows), self.places
         if number and at is None:
-            step = q[:number].contiguous(), k[:number].contiguous(), v[:number].contiguous()
-            layer.step(self.rows, *step, out[:number])
+            layer.step(self.rows, q[:number], k[:number], v[:number], out[:number])
         elif number and at is not None:
             out.index_copy_(0, at, layer.step(self.rows, *(part.index_select(0, at) for part in (q, k, v))))
         for blocks in self.prompts:
