@@ -5,6 +5,7 @@ import json
 import pytest
 
 from fastkv import Budget
+from fastkv.lab import facts
 from perf.leaderboard import __main__ as leaderboard
 from perf.leaderboard import another, onward, page
 from perf.leaderboard.cells import rows_of
@@ -135,7 +136,7 @@ def test_text_that_goes_on_is_read_only_by_policies_that_are_missing(place, load
     assert text.count("| `streaming` |") == 1 and "| prose | reference | docstrings | code |" in text
 
 
-def test_heads_of_another_model(place, monkeypatch, capsys):
+def test_another_model(place, monkeypatch, capsys):
     """A text counts when all of it was measured; what is there is not measured again."""
     monkeypatch.setattr(another, "RESULTS", place / "another")
     for name, value in (("LENGTH", 300), ("KEEPS", (0.5,)), ("NAMES", ("keydiff", "streaming"))):
@@ -145,12 +146,23 @@ def test_heads_of_another_model(place, monkeypatch, capsys):
         assert len(capsys.readouterr().out.splitlines()) == 4
     file = place / "another" / f"{toy.MODEL_DIR.name}.jsonl"
     cells = [json.loads(line) for line in file.read_text().splitlines()]
-    for number, cell in enumerate(cells):
-        cell["text_kl"] *= 1 + number  # heads are uniform in both
+    assert all(cell["text_kl"] > 0 for cell in cells)
+    for number, cell in enumerate(cells):  # heads are uniform in every other one
+        cell |= {"asked": 40, "right": 40 - number, "answer_kl": 0.1 * (1 + number)}
     written(file, cells[:-1])
     page.write(place, leaderboard.TABLES)
-    text = page.PAGE.read_text().split(f"## {toy.MODEL_DIR.name}: uniform and calibrated heads")[1]
-    kls = [cell["text_kl"] for cell in cells]
-    assert f"| `keydiff` | {kls[0]:.3f} | {kls[1]:.3f} |" in text and "texts: 1;" in text
-    mean = ((kls[1] / kls[0]) * (kls[3] / kls[2])) ** 0.5
-    assert f"calibrated to uniform heads: {mean:.2f}." in text
+    text = page.PAGE.read_text().split(f"## {toy.MODEL_DIR.name}\n")[1]
+    assert f"1 texts, 40 questions; {page.where_of(cells)}" in text
+    uniform = page.link("keydiff, uniform heads")
+    assert f"| {uniform} | **1.00** ± nan<br>0.100 · {cells[0]['text_kl']:.3f} |" in text
+    assert f"| {page.link('streaming')} | **0.93** ± nan<br>0.400 · {cells[3]['text_kl']:.3f} |" in text
+    assert f"answers is {(0.2 / 0.1 * 0.4 / 0.3) ** 0.5:.2f} times" in text
+    monkeypatch.setattr(page, "LEAST", 41)
+    page.write(place, leaderboard.TABLES)
+    assert f"## {toy.MODEL_DIR.name}\n" not in page.PAGE.read_text()
+
+
+def test_a_base_model_is_asked_to_end_a_sentence(loaded):
+    for one in facts.sample(loaded[1], 700, 0).questions:
+        asked = another.to_end(lambda text, **_: {"input_ids": text}, one).ids
+        assert one.fact.startswith(asked.strip()) and one.fact.removeprefix(asked.strip())[1:].startswith(one.answer)

@@ -50,18 +50,22 @@ class Text:
 def read(model: Any, tokenizer: Any, sample: facts.Sample) -> Text:
     """Read a text and ask the full cache."""
     reading = Reading.of(unpatch(model), torch.tensor([sample.prefix]))
+    told = answered(model, tokenizer, reading.full(), reading.ids, sample.questions)
+    (goes_on,) = log_probabilities(model, reading.full(), [sample.continuation])
+    return Text(sample, reading, len(sample.questions), told, goes_on)
+
+
+def answered(model: Any, tokenizer: Any, cache: Any, seen: Tensor, questions: list[facts.Question]) -> list[Answer]:
+    """What the full cache of tokens `seen` [1, N] says to those questions that it answers."""
     found: list[tuple[facts.Question, list[int]]] = []
-    asked = [question.ids for question in sample.questions]
-    written = answers(model, tokenizer, reading.full(), reading.ids, asked, NEW)
-    for question, spoken in zip(sample.questions, written):
+    written = answers(model, tokenizer, cache, seen, [question.ids for question in questions], NEW)
+    for question, spoken in zip(questions, written):
         starts = ((n, tokenizer.decode(spoken[:n], skip_special_tokens=True)) for n in range(1, len(spoken) + 1))
         end = next((n for n, start in starts if question.answered_by(start)), None)
         if end is not None:
             found.append((question, spoken[:end]))
-    along = forced(model, forked(reading.full(), len(found)), found) if found else []
-    told = [Answer(*one, log_probs) for one, log_probs in zip(found, along)]
-    (goes_on,) = log_probabilities(model, reading.full(), [sample.continuation])
-    return Text(sample, reading, len(sample.questions), told, goes_on)
+    along = forced(model, forked(cache, len(found)), found) if found else []
+    return [Answer(*one, log_probs) for one, log_probs in zip(found, along)]
 
 
 def forced(model: Any, cache: Any, answers: list[tuple[facts.Question, list[int]]]) -> list[Tensor]:
@@ -115,16 +119,16 @@ def cell(
     found: dict[str, Any] = {"tokens": budget.tokens, "nbytes": cache.nbytes()}
     found["slots"] = cache.compressed[0].cache.config.slots.name
     if text.answers:
-        found |= judged(model, tokenizer, text, cache)
+        found |= judged(model, tokenizer, cache, text.reading.ids, text.answers)
     (log_probs,) = log_probabilities(model, cache.clone(), [text.sample.continuation])
     found["text_kl"] = kl(text.next, log_probs).mean().item()
     return found | {"top1": (text.next.argmax(-1) == log_probs.argmax(-1)).float().mean().item()}
 
 
-def judged(model: Any, tokenizer: Any, text: Text, cache: FastKVCache) -> dict[str, Any]:
-    """How many answers a cache generates too, and the KL along the full cache's answers, mean over questions."""
-    told, known = [(answer.question, answer.ids) for answer in text.answers], text.answers
-    spoken = answers(model, tokenizer, cache, text.reading.ids, [question.ids for question, _ in told], NEW)
+def judged(model: Any, tokenizer: Any, cache: FastKVCache, seen: Tensor, known: list[Answer]) -> dict[str, Any]:
+    """How many answers a cache of `seen` generates too, and the KL along the full cache's, mean over questions."""
+    told = [(answer.question, answer.ids) for answer in known]
+    spoken = answers(model, tokenizer, cache, seen, [question.ids for question, _ in told], NEW)
     replies = [tokenizer.decode(ids, skip_special_tokens=True) for ids in spoken]
     right = [question.answered_by(reply) for (question, _), reply in zip(told, replies)]
     apart = [kl(a.log_probs, b).mean().item() for a, b in zip(known, forced(model, cache.fork(len(told)), told))]

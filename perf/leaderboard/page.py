@@ -139,20 +139,18 @@ def going_on(rows: list[Row], of: Table, keep: float) -> Row:
 
 
 def on_another_model(file: Path) -> Row:
-    """The table of another model, over the texts on which every cell was measured."""
-    rows = rows_of(file)
+    """The table of another model, over the texts on which every cell was measured; of too few questions nothing."""
+    rows, alike = rows_of(file), ", uniform heads"
     cells = Counter(row["seed"] for row in rows)
     rows = [row for row in rows if cells[row["seed"]] == len(another.NAMES) * len(another.KEEPS) * len(times.HEADS)]
-    lines, ratios = {}, []
-    for policy in another.NAMES:
-        lines[policy] = told = [
-            mean(row["text_kl"] for row in chosen(rows, policy=policy, keep=keep, heads=of))
-            for keep in another.KEEPS
-            for of in times.HEADS
-        ]
-        ratios += [calibrated / uniform for uniform, calibrated in zip(told[::2], told[1::2])]
-    facts = {"texts": len({row["seed"] for row in rows}), "ratio": math.exp(mean(map(math.log, ratios)))}
-    return {"model": file.stem, "rows": rows, "lines": lines, **facts}
+    rows = [row | {"policy": row["policy"] + alike * (row["heads"] == "uniform")} for row in rows]
+    lines, columns = table_of(rows, another.KEEPS)
+    if not columns:
+        return {}
+    apart = {line["policy"]: [math.log(cell[2]) for cell in line["cells"]] for line in lines}
+    ratio = math.exp(mean(a - b for name in another.NAMES for a, b in zip(apart[name], apart[name + alike])))
+    told = {"texts": len({row["seed"] for row in rows}), "asked": fewest(chosen(rows, keep=columns[0])), "told": rows}
+    return {"model": file.stem, "rows": lines, "columns": columns, "ratio": ratio} | told
 
 
 def beside_kvpress(results: Path) -> Row:
