@@ -94,10 +94,10 @@ def _sums(ahead, row, N, G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def _reasons(unlike_ptr, memory_ptr, ahead, sums, valid_ptr, asked, row, first, N, G: tl.constexpr,
-             GROUP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """What is known of some candidates: which are real, how unlike they are, what is remembered, the log of what is
-    expected, or 0.
+def _reasons(unlike_ptr, memory_ptr, ahead, sums, valid_ptr, asked, row, first, N, LOGS: tl.constexpr,
+             G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """What is known of some candidates: which are real, how unlike they are, whether anything is remembered and what,
+    the log of what is expected, or 0.
     """
     top, share = sums
     index = first + tl.arange(0, BLOCK)
@@ -105,18 +105,21 @@ def _reasons(unlike_ptr, memory_ptr, ahead, sums, valid_ptr, asked, row, first, 
     real = tl.load(valid_ptr + place, mask=index < N, other=0) != 0
     unlike = tl.load(unlike_ptr + place, mask=real, other=0.0)
     memory = tl.load(memory_ptr + place, mask=real, other=0.0)
+    known = memory > 0
+    if LOGS:
+        memory = tl.log(tl.where(known, memory, 1.0))
     expected = tl.zeros([BLOCK], tl.float32)
     if ahead.logits_ptr is not None:
         weights = tl.exp(_logits(ahead, row, first, N, G, GROUP, BLOCK) - top[:, None]) * share[:, None]
-        known = tl.sum(weights, 0) * tl.load(ahead.lengths_ptr + place, mask=real, other=0.0)
-        expected = tl.log(tl.where(asked, tl.maximum(known, TINY), TINY))
-    return real, unlike, memory, tl.where(real, expected, 0.0)
+        given = tl.sum(weights, 0) * tl.load(ahead.lengths_ptr + place, mask=real, other=0.0)
+        expected = tl.log(tl.where(asked, tl.maximum(given, TINY), TINY))
+    return real, unlike, known, tl.where(known, memory, 0.0), tl.where(real, expected, 0.0)
 
 
 @triton.jit(do_not_specialize=["N"])
 def _needed_kernel(
-    unlike_ptr, memory_ptr, ahead: Ahead, valid_ptr, out_ptr, N, HEADS: tl.constexpr, G: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    unlike_ptr, memory_ptr, ahead: Ahead, valid_ptr, out_ptr, N, LOGS: tl.constexpr, HEADS: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, asked = tl.program_id(0).to(tl.int64), True
     if ahead.count_ptr is not None:
@@ -128,14 +131,14 @@ def _needed_kernel(
     counts = tl.zeros([BLOCK], tl.int32)
     known = tl.zeros([BLOCK], tl.int32)
     for first in range(0, N, BLOCK):
-        real, unlike, memory, expected = _reasons(
-            unlike_ptr, memory_ptr, ahead, sums, valid_ptr, asked, row, first, N, G, GROUP, BLOCK
+        real, unlike, some, memory, expected = _reasons(
+            unlike_ptr, memory_ptr, ahead, sums, valid_ptr, asked, row, first, N, LOGS, G, GROUP, BLOCK
         )
         u_sum += unlike
-        m_sum += tl.maximum(memory, 0.0)
+        m_sum += memory
         e_sum += expected
         counts += real.to(tl.int32)
-        known += (memory > 0).to(tl.int32)
+        known += some.to(tl.int32)
     count = tl.maximum(tl.sum(counts, 0), 1).to(tl.float32)
     u_mean, e_mean = tl.sum(u_sum, 0) / count, tl.sum(e_sum, 0) / count
     m_mean = tl.sum(m_sum, 0) / tl.maximum(tl.sum(known, 0), 1).to(tl.float32)  # and of all: the others get it
@@ -143,22 +146,22 @@ def _needed_kernel(
     m_squares = tl.zeros([BLOCK], tl.float32)
     e_squares = tl.zeros([BLOCK], tl.float32)
     for first in range(0, N, BLOCK):
-        real, unlike, memory, expected = _reasons(
-            unlike_ptr, memory_ptr, ahead, sums, valid_ptr, asked, row, first, N, G, GROUP, BLOCK
+        real, unlike, some, memory, expected = _reasons(
+            unlike_ptr, memory_ptr, ahead, sums, valid_ptr, asked, row, first, N, LOGS, G, GROUP, BLOCK
         )
         u_away = tl.where(real, unlike - u_mean, 0.0)
-        m_away = tl.where(memory > 0, memory - m_mean, 0.0)
+        m_away = tl.where(some, memory - m_mean, 0.0)
         e_away = tl.where(real, expected - e_mean, 0.0)
         u_squares += u_away * u_away
         m_squares += m_away * m_away
         e_squares += e_away * e_away
     u_square, m_square, e_square = tl.sum(u_squares, 0), tl.sum(m_squares, 0), tl.sum(e_squares, 0)
     for first in range(0, N, BLOCK):
-        real, unlike, memory, expected = _reasons(
-            unlike_ptr, memory_ptr, ahead, sums, valid_ptr, asked, row, first, N, G, GROUP, BLOCK
+        real, unlike, some, memory, expected = _reasons(
+            unlike_ptr, memory_ptr, ahead, sums, valid_ptr, asked, row, first, N, LOGS, G, GROUP, BLOCK
         )
         score = _scaled(unlike - u_mean, u_mean, u_square, count)
-        score += _scaled(tl.where(memory > 0, memory - m_mean, 0.0), m_mean, m_square, count)
+        score += _scaled(tl.where(some, memory - m_mean, 0.0), m_mean, m_square, count)
         if ahead.logits_ptr is not None:
             score += _scaled(expected - e_mean, e_mean, e_square, count)
         index = first + tl.arange(0, BLOCK)
@@ -167,7 +170,7 @@ def _needed_kernel(
 
 def needed_scores(
     unlike: Tensor, memory: Tensor, keys: Tensor, values: Tensor, valid: Tensor,
-    ahead: tuple[Tensor, Tensor, Tensor] | None, scale: float,
+    ahead: tuple[Tensor, Tensor, Tensor] | None, scale: float, logs: bool = False,
 ) -> Tensor:  # fmt: skip
     """`reference.needed_scores`, in one launch, and one before it where queries to come are known; unlike, memory fp32
     and valid [B, Hkv, N], contiguous, the rest as in `expected_attention`.
@@ -182,8 +185,8 @@ def needed_scores(
         groups = ahead[0].shape[1] // valid.shape[1]
     if out.numel():
         _needed_kernel[(valid[..., 0].numel(),)](
-            unlike, memory, known, valid.view(torch.uint8), out, valid.shape[-1], HEADS=valid.shape[1], G=groups,
-            GROUP=pow2(groups), BLOCK=max(BLOCK // pow2(groups), 128),
+            unlike, memory, known, valid.view(torch.uint8), out, valid.shape[-1], LOGS=logs, HEADS=valid.shape[1],
+            G=groups, GROUP=pow2(groups), BLOCK=max(BLOCK // pow2(groups), 128),
         )  # fmt: skip
     return out
 

@@ -385,10 +385,10 @@ def peaks_to_keep(most: Tensor, values: Tensor, memory: Tensor, positions: Tenso
     return memory.maximum(torch.where(valid, pooled.clamp(min=TINY), 0))
 
 
-def known_or_mean(memory: Tensor, valid: Tensor) -> Tensor:
-    """What is remembered of each candidate, [B, Hkv, N]; where that is 0, the mean of what the head remembers."""
+def known_or_mean(memory: Tensor, valid: Tensor, logs: bool = False) -> Tensor:
+    """What is remembered of each candidate, [B, Hkv, N], or its log; where that is 0, the mean of the head's others."""
     known = valid & (memory > 0)
-    score = torch.where(known, memory, 0)
+    score = torch.where(known, memory.log() if logs else memory, 0)
     mean = score.sum(-1, keepdim=True) / known.sum(-1, keepdim=True).clamp(min=1)
     return torch.where(known, score, mean)
 
@@ -401,15 +401,16 @@ def needed_scores(
     valid: Tensor,
     ahead: tuple[Tensor, Tensor, Tensor] | None,
     scale: float,
+    logs: bool = False,
 ) -> Tensor:
     """The sum of z-scores of what says that a token may be needed: `unlike`, `known_or_mean` of the memory, and the log
     of what is expected.
 
     Args: unlike, memory, valid [B, Hkv, N]; the rest as in `expected_attention`, of which `ahead` has mean, covariance
-        and count, None where nothing is known of queries.
+        and count, None where nothing is known of queries.  logs: whether the log of the memory counts.
     Returns: [B, Hkv, N] fp32, 0 where not valid.
     """
-    reasons = [unlike, known_or_mean(memory, valid)]
+    reasons = [unlike, known_or_mean(memory, valid, logs)]
     if ahead is not None:
         reasons.append(expected_attention(keys, values, *ahead, scale, 0.0, valid=valid).clamp(min=TINY).log())
     score, *others = z_scores(torch.stack(reasons), valid)
