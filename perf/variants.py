@@ -40,7 +40,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FOUR = ("int4", "k8v4")  # whose values are packed
 # Kernels that read nothing else, a few bytes at a time.
 NUMBERS = (
-    "_flash.runs slot_signals.key slot_signals.memorise slot_signals.rank peak_attention.pool blocks.copy "
+    "_flash.runs slot_signals.key slot_signals.memorise slot_signals.rank pooling.pool blocks.copy "
     "z_scores.needed expected_attention.sum expected_attention.weight z_scores.z"
 ).split()
 LEAVING = ("evict.evict", "compact.moments", "compact.merge")
@@ -215,7 +215,7 @@ def standard() -> None:
     keys = new(1, 8, 4096, 128, dtype=torch.bfloat16)
     ahead = new(1, 32, 1, 128), new(1, 32, 128, 128), new(1, 1, 1, dtype=torch.int64)
     for known in (ahead, None):
-        operations.needed_scores(*new(2, 1, 8, 4096), keys, keys, mask(1, 8, 4096), known, 0.1)
+        operations.needed_scores(*new(2, 1, 8, 4096), keys, keys, mask(1, 8, 4096), known, 0.1, known is None)
 
 
 def selected(length: int, masked: bool = False, ragged: bool = False) -> None:
@@ -246,15 +246,10 @@ SCORES: dict[str, Callable[..., Any]] = {
     "mass": lambda keys, real, chunk=256, ordered=False, sinks=False: operations.noncausal_attention_mass(
         queries(keys, 4096), keys, 0.1, chunk, mask=real if ordered else None, sink_logits=new(32) if sinks else None
     ),
-    "peaks": lambda keys, real, sinks=False: operations.peak_attention(
-        queries(keys, BLOCK), keys, 0.1, valid=real, every=8, sink_logits=new(32) if sinks else None
-    ),
+    "attended": lambda keys, real: operations.most_attended(queries(keys, BLOCK), keys, new(1, 32, BLOCK), 0.1),
     "unlike": lambda keys, real: operations.keydiff_scores(keys, "normalized_mean", mask=real, **before(keys)),
     "ahead": lambda keys, real: operations.queries_ahead(
         queries(keys, BLOCK), before(keys)["positions"], real, before(keys)["rotary"], 512, 4
-    ),
-    "kept": lambda keys, real: operations.peaks_to_keep(
-        *new(1, *keys.shape[:3]), keys, new(*keys.shape[:3]), before(keys)["positions"], real, 3
     ),
     "expected": lambda keys, real: operations.expected_attention(
         keys, keys, *(new(1, 32, rows, keys.shape[-1]) for rows in (1, keys.shape[-1])),

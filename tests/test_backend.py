@@ -152,7 +152,7 @@ def test_the_reference_calls_no_other_backend(name, poisoned):
     getattr(ops, name.split()[0])(*arguments, **options)
 
 
-@pytest.mark.parametrize("name", ["slots", "joins", "peaks"])
+@pytest.mark.parametrize("name", ["slots", "joins", "most_attended"])
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="no C++ compiler")
 def test_what_is_compiled_for_a_cpu_compiles(name):
     """Where it does not, all else goes on without it, and the tests of it are skipped."""

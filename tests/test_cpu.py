@@ -276,29 +276,27 @@ def test_a_kernel_that_does_something_else_is_not_used(how, monkeypatch):
     assert not cpu.serves(q, q.shape[-1], None)
 
 
-peaks_compiled = pytest.mark.skipif(not compiled.available("peaks"), reason="peaks.cpp does not compile")
+shares_compiled = pytest.mark.skipif(not compiled.available("most_attended"), reason="it does not compile")
 
 
-@peaks_compiled
+@shares_compiled
 @CASES
 @given(
     *[st.integers(1, most) for most in (3, 3, 3, 20, 50)],
     *[st.sampled_from(some) for some in ([8, 24, 64], [torch.float32, torch.bfloat16], [None, 2.0])],
-    *(st.booleans(), st.integers(0, 999)),
+    st.integers(0, 999),
 )
-def test_compiled_peaks_are_those_of_the_reference(batch, heads, groups, asking, num, dim, dtype, cap, sunk, seed):
+def test_compiled_shares_are_those_of_the_reference(batch, heads, groups, asking, num, dim, dtype, cap, seed):
     generator = torch.Generator().manual_seed(seed)
     q, keys = (
         torch.randn(batch, some, rows, dim, generator=generator).to(dtype)
-        for some, rows in ((heads * groups, min(asking, num)), (heads, num))
+        for some, rows in ((heads * groups, asking), (heads, num))
     )
-    valid = torch.rand(batch, heads, num, generator=generator) < 0.7
-    keys[~valid] = float("nan")
-    sink_logits = torch.randn(heads * groups, generator=generator) if sunk else None
-    given = {"valid": valid, "every": 1 + seed % 3, "sink_logits": sink_logits}
-    exact = reference.peak_attention(q.double(), keys.double(), SCALE, cap, **given)
-    found = cpu.peak_attention(q, keys, SCALE, cap, **given)
-    assert found.dtype == torch.float32 and not found[~valid].any()
+    lse = 4 + torch.randn(batch, heads * groups, asking, generator=generator)
+    lse[:, :, ::3] = torch.inf  # padding
+    exact = reference.most_attended(q.double(), keys.double(), lse.double(), SCALE, cap)
+    found = cpu.most_attended(q, keys, lse, SCALE, cap)
+    assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-30)
 
 
@@ -408,14 +406,9 @@ def window(mixed):
     ]
 
 
-def peaks():
-    given = torch.randn(3, 4, 40, 64), torch.randn(3, 2, 70, 64), torch.rand(3, 2, 70) < 0.8, torch.rand(3, 40) < 0.8
-
-    def run(rows):
-        q, keys, valid, asked = (one[rows] for one in given)
-        return [cpu.peaks(q, keys, SCALE, None, valid, asked, None)]
-
-    return run
+def shares():
+    given = torch.randn(3, 4, 40, 64), torch.randn(3, 2, 70, 64), 4 + torch.randn(3, 4, 40)
+    return lambda rows: [cpu.most_attended(*(one[rows] for one in given), SCALE)]
 
 
 def joins(dtype):
@@ -434,7 +427,7 @@ def joins(dtype):
     [
         *(pytest.param(partial(block, num), False, id=f"block of {num}") for num in (1, 12, 16, 33)),
         *(pytest.param(partial(window, mixed), False, id=f"window {mixed}") for mixed in (False, True)),
-        pytest.param(peaks, True, marks=peaks_compiled),
+        pytest.param(shares, True, marks=shares_compiled),
         *(pytest.param(partial(joins, dtype), True, id=f"joins {dtype}", marks=joins_compiled)
           for dtype in (torch.float32, torch.bfloat16)),
     ],

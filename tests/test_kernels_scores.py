@@ -11,8 +11,9 @@ from fastkv.kernels import (
     expected_attention,
     key_scores,
     leverage,
+    most_attended,
     noncausal_mass,
-    peak_attention,
+    pooling,
     slot_signals,
     window_scores,
     z_scores,
@@ -176,32 +177,15 @@ def mass(batch=2, heads=1, groups=2, num=45, dim=64, dtype=torch.float32, kind="
     close(got, lambda to: geometry.noncausal_attention_mass(q.to(to), keys.to(to), scale, chunk, **given))
 
 
-def peaks(batch=2, heads=1, groups=2, num=75, dim=64, dtype=torch.float32, kind="left", softcap=None, seed=0, asking=37,
-          every_=2, sink_logits=None, scale=0.125):  # fmt: skip
-    asking = min(asking, num)
-    q, keys = tokens(batch, heads * groups, asking, dim, dtype, seed), tokens(batch, heads, num, dim, dtype, seed + 1)
-    valid = every(make_mask(kind, batch, heads, num, seed), keys)
-    q[~valid[:, :1, num - asking :].expand(q.shape[:3])] = torch.nan
-    keys, given = hide(keys, valid), {"valid": valid, "every": every_, "sink_logits": sink_logits}
-    got = peak_attention.peak_attention(q, keys, scale, softcap, **given)
-    assert (got[~valid] == 0).all()
-    q = q.nan_to_num(100.0)
-    return close(got, lambda to: reference.peak_attention(q.to(to), keys.to(to), scale, softcap, **given))
-
-
-def kept(batch=2, heads=2, groups=2, num=75, dim=64, dtype=torch.float32, kind="left", seed=0, pool=5):
-    """What becomes of the maxima; slots come in any order before the block."""
+def pooled(batch=2, heads=2, num=75, dim=64, dtype=torch.float32, kind="left", seed=0, pool=5):
+    """Slots come in any order before the block."""
     draw = torch.Generator().manual_seed(seed)
-    valid = every(make_mask(kind, batch, heads, num, seed), tokens(batch, heads, num, dim))
-    most, memory = torch.rand(2, batch, heads, num, generator=draw)
-    values, positions = tokens(batch, heads, num, dim, dtype, seed + 1), torch.randperm(num, generator=draw).int()
-    given = values, memory, positions.expand(batch, heads, -1).contiguous(), valid, pool
-    found = peak_attention.peaks_to_keep(most.masked_fill(~valid, torch.nan), hide(values, valid), *given[1:])
-    close(found, lambda to: reference.peaks_to_keep(most.to(to), given[0].to(to), *given[1:]))
-    rest, real = (pool, *given[2:4]), valid.float()
+    valid = every(make_mask(kind, batch, heads, num, seed), tokens(batch, heads, num, dim, dtype))
+    scores, positions = torch.rand(batch, heads, num, generator=draw), torch.randperm(num, generator=draw).int()
+    rest, real = (pool, positions.expand(batch, heads, -1).contiguous(), valid), valid.float()
     for mean in ("pool_scores", "chunk_mean"):
-        found = getattr(peak_attention, mean)(most.masked_fill(~valid, torch.nan), *rest) * real
-        close(found.nan_to_num(0), lambda to, mean=mean: getattr(reference, mean)(most.to(to), *rest) * real)
+        found = getattr(pooling, mean)(scores.masked_fill(~valid, torch.nan), *rest) * real
+        close(found.nan_to_num(0), lambda to, mean=mean: getattr(reference, mean)(scores.to(to), *rest) * real)
 
 
 def attended(batch=2, heads=2, groups=3, num=75, dim=64, dtype=torch.float32, kind="none", softcap=None, seed=0):
@@ -209,7 +193,7 @@ def attended(batch=2, heads=2, groups=3, num=75, dim=64, dtype=torch.float32, ki
     q, keys = tokens(batch, heads * groups, 70, dim, dtype, seed), tokens(batch, heads, num, dim, dtype, seed + 1)
     lse = 4 + torch.randn(batch, heads * groups, 70, generator=torch.Generator().manual_seed(2))
     lse[-1, :, 60:] = torch.inf  # padding
-    got = peak_attention.most_attended(q, keys, lse, 0.125, softcap)
+    got = most_attended.most_attended(q, keys, lse, 0.125, softcap)
     tiny = 1e-6 if dtype == torch.float32 else dim * 2**-23  # tensor cores cut off what they add, 16 products at a time
     close(got, lambda to: reference.most_attended(q.to(to), keys.to(to), lse.to(to), 0.125, softcap), tiny)
 
@@ -222,7 +206,7 @@ def lever(batch=2, heads=2, num=90, dim=64, dtype=torch.float32, kind="left", se
     close(got, lambda to: geometry.leverage_scores(keys.to(to), size, method, mask=mask, centre=centre), tiny)
 
 
-OF_KEYS, OF_QUERIES = (keydiff, manifold, lever), (window, ahead, expected, mass, peaks, kept, attended)
+OF_KEYS, OF_QUERIES = (keydiff, manifold, lever, pooled), (window, ahead, expected, mass, attended)
 each_kernel = pytest.mark.parametrize("kernel", (*OF_KEYS, *OF_QUERIES), ids=lambda kernel: kernel.__name__)
 SOFTCAPS = st.sampled_from([None, 3.0])
 TURNED = st.sampled_from([None, "halves", "part"])
@@ -239,8 +223,7 @@ OWN = {  # what else is drawn for a kernel
     ahead: {"turned": st.sampled_from(["halves", "part"])},
     expected: {},
     mass: {"chunk": st.integers(1, 22), "softcap": SOFTCAPS},
-    peaks: {"asking": st.integers(1, 9), "every_": st.integers(1, 8), "softcap": SOFTCAPS},
-    kept: {"pool": st.sampled_from([1, 3, 5])},
+    pooled: {"pool": st.sampled_from([1, 3, 5])},
     attended: {"softcap": SOFTCAPS},
 }
 
@@ -284,7 +267,7 @@ def test_any_case(kernel, groups, num, kind, dtype, seed, data):
     own = data.draw(st.fixed_dictionaries(OWN[kernel]))
     if kernel in OF_QUERIES:
         own["groups"] = groups
-    if kernel in (mass, peaks, window):
+    if kernel in (mass, window):
         own["sink_logits"] = data.draw(sinks(groups))
     kernel(batch=1, heads=1, num=num, dim=16, kind=kind, dtype=dtype, seed=seed, **own)
 
@@ -383,9 +366,9 @@ def test_z_scores(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("groups", [0, 1, 3])
-def test_sum_of_z_scores(groups, kind, monkeypatch):
-    """Without queries to come, and with them, in one query head of a KV head and in several."""
+@pytest.mark.parametrize("groups, logs", [(0, False), (0, True), (1, False), (3, False)])
+def test_sum_of_z_scores(groups, logs, kind, monkeypatch):
+    """Without queries to come, and with them, in one query head of a KV head and in several; of logs of the memory."""
     monkeypatch.setattr(z_scores, "BLOCK", 32)
     draw = torch.Generator().manual_seed(0)
     unlike, memory = torch.randn(2, 2, 2, 275, generator=draw)
@@ -398,11 +381,11 @@ def test_sum_of_z_scores(groups, kind, monkeypatch):
 
     def specified(to):
         known = (mean.to(to), (root @ root.mT / 16).to(to), count) if groups else None
-        return reference.needed_scores(unlike.to(to), memory.to(to), keys, values, valid, known, 0.3)
+        return reference.needed_scores(unlike.to(to), memory.to(to), keys, values, valid, known, 0.3, logs)
 
     ahead = (mean, root @ root.mT / 16, count) if groups else None
     hidden = (one.masked_fill(~valid, torch.nan) for one in (unlike, memory))
-    got = z_scores.needed_scores(*hidden, hide(keys, valid), hide(values, valid), valid, ahead, 0.3)
+    got = z_scores.needed_scores(*hidden, hide(keys, valid), hide(values, valid), valid, ahead, 0.3, logs)
     close(got, specified, 3e-6)
     assert (got[~valid] == 0).all()
 
@@ -497,13 +480,6 @@ def test_leverage_any_case(num, size, kind, method, centre, dtype, seed):
     # Fewer keys than directions leave the ridge in charge of the rest; compare where the Gram matrix is regular.
     if size < 16 and real > 4 * size:
         assert (got - exact).abs().max() < 1e-3
-
-
-@pytest.mark.parametrize("every_", [1, 3, 8, 100])
-def test_who_is_not_asked_has_no_say(every_):
-    """Of more queries than a program compares, whose real ones lie anywhere."""
-    assert peaks(num=300, asking=250, every_=every_, kind="scattered").any()
-    assert not peaks(num=30, asking=20, kind="empty", every_=every_)[0].any()
 
 
 @pytest.mark.parametrize(

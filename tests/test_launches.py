@@ -62,7 +62,7 @@ def test_nor_do_scores_of_prompts():
             for chosen in (None, mask):
                 ops.leverage_scores(keys, 8, generator=0, mask=chosen, backend="triton")
                 ops.noncausal_attention_mass(q, keys, 0.25, mask=chosen, backend="triton")
-            ops.peak_attention(q, keys, 0.25, valid=mask, every=8, backend="triton")
+            ops.most_attended(q, keys, q[..., 0].float(), 0.25, backend="triton")
     found = launches.compilations()
     assert len(found) == 5 and max(found.values()) <= MOST, found
 

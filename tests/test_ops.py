@@ -238,13 +238,6 @@ CASES = {  # the name of the operator, and what is special about the case
     ),
     "pool_scores": lambda b: case(torch.rand(B, HKV, C), 3, *candidates(), backend=b),
     "chunk_mean": lambda b: case(torch.rand(B, HKV, C), 4, *candidates(), backend=b),
-    "peaks_to_keep": lambda b: case(
-        torch.rand(B, HKV, C), randn(B, HKV, C, D), torch.rand(B, HKV, C), *candidates(), 3, backend=b
-    ),
-    "peak_attention": lambda b: case(
-        randn(B, HKV * G, T, D), randn(B, HKV, C, D), 0.3, valid=candidates()[1],
-        every=2, sink_logits=randn(HKV * G), backend=b,
-    ),
     "most_attended": lambda b: case(randn(B, HKV * G, T, D), randn(B, HKV, C, D), randn(B, HKV * G, T), 0.3, backend=b),
     "observed_attention": lambda b: case(
         randn(B, HKV * G, T, D), randn(B, HKV, C, D), *candidates(), 0.3, window=2, log_mass=randn(B, HKV * G, T),
@@ -292,7 +285,7 @@ def test_opcheck(name, backend):
     torch.library.opcheck(operator.default, tuple(pieces), test_utils=CALLED)
 
 
-TRACED_DAILY = "decode_step prefill_attention remember compact evict slot_signals select peak_attention".split()
+TRACED_DAILY = "decode_step prefill_attention remember compact evict slot_signals select most_attended".split()
 
 
 @pytest.mark.parametrize("name", [named(name, slow=name not in TRACED_DAILY) for name in CASES])

@@ -7,7 +7,7 @@ from packaging.version import Version
 
 from .processes import begin, of_module
 
-SCORES = "keydiff lever window ahead expected mass peaks kept".split()
+SCORES = "keydiff lever window ahead expected mass attended pooled".split()
 SAMPLE = [
     *(f"tests/ptx/test_launches.py::test_any_order_of_programs_gives_the_same_bits[{name}]"
       for name in ("decode", "decode-rows", "vector", "evict", "evict-rows", "evict-int4", "compact")),

@@ -24,7 +24,7 @@ inline int64_t whole(int64_t dim) { return (dim + WIDE - 1) / WIDE * WIDE; }
 class Parts {
     const Joining& all;
     int64_t place, keys, width, used;  // keys: numbers before the values of a row
-    // partners: the points of those that others may join, SIDE of them together (as in peaks.cpp); inverse: 1 / count.
+    // partners: the points of those that others may join, SIDE of them together (as in most_attended.cpp); inverse: 1 / count.
     std::vector<float> count, spread, means, points, partners, squares, inverse;
 
     float* mean(int64_t part) { return &means[part * width]; }

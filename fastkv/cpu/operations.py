@@ -295,27 +295,20 @@ def remember(
     join(parts, new_keys, new_values, gone.gather(2, index))
 
 
-def peak_attention(
-    q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, *, valid: Tensor, every: int, **given: Any
-) -> Tensor:
-    """`reference.peak_attention`, with the logits of few queries at a time, which never leave a core's cache."""
-    if not finds_peaks(q):
-        return reference.peak_attention(q, keys, scale, softcap, valid=valid, every=every, **given)
-    reference.check_peak(q, keys, valid)
-    chosen, asked = reference.every_query(q, valid, every)
-    return peaks(chosen, keys, scale, softcap, valid, asked, **given)
-
-
 def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: float | None = None) -> Tensor:
-    """`reference.most_attended`, as `peak_attention`."""
-    if not finds_peaks(q):
+    """`reference.most_attended`, with the logits of few queries at a time, which never leave a core's cache."""
+    if q.dtype not in DTYPES or not cpu.available("most_attended"):
         return reference.most_attended(q, keys, lse, scale, softcap)
-    valid, asked = (torch.ones(shape, dtype=torch.bool) for shape in (keys.shape[:3], (q.shape[0], q.shape[2])))
-    reference.check_peak(q, keys, valid, lse)
-    return peaks(q, keys, scale, softcap, valid, asked, lse=lse)
+    groups, (batch, heads, length, dim) = reference.check_most_attended(q, keys, lse), keys.shape
+    rows = [rows.float().contiguous() for rows in (q, keys, lse)]
+    out = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
+    sizes = batch, heads, groups, q.shape[2], length, dim, torch.get_num_threads()
+    pointers = (one.data_ptr() for one in (*rows, out))
+    cpu.call("most_attended", "most_attended", MostAttended(*pointers, *sizes, scale, softcap or 0.0))
+    return out
 
 
-# Compiled from joins.cpp and peaks.cpp on first use.
+# Compiled from joins.cpp and most_attended.cpp on first use.
 
 CONSTANTS = ("BLOCK", "FINE", "MEDIUM", "COARSE", "SETTLED", "ROOMY", "STEP", "TURN")  # of `Centroids.add`
 
@@ -351,39 +344,12 @@ def join(parts: Centroids, keys: Tensor, values: Tensor, inside: Tensor) -> None
     cpu.call("joins", "join_centroids", given)
 
 
-class Peaks(Structure):
-    """`Peaks` of peaks.cpp."""
+class MostAttended(Structure):
+    """`MostAttended` of most_attended.cpp."""
 
     _fields_ = (
-        *((name, c_void_p) for name in "queries keys valid asked sinks lse out".split()),
+        *((name, c_void_p) for name in "queries keys lse out".split()),
         *((name, c_int64) for name in "batch heads groups number length dim threads".split()),
         ("scale", c_float),
         ("softcap", c_float),
     )
-
-
-def finds_peaks(q: Tensor) -> bool:
-    """Whether `peaks` takes these queries. The first question compiles it."""
-    return q.dtype in DTYPES and cpu.available("peaks")
-
-
-def peaks(
-    q: Tensor,
-    keys: Tensor,
-    scale: float,
-    softcap: float | None,
-    valid: Tensor,
-    asked: Tensor,
-    sink_logits: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> Tensor:
-    """Arguments and result as in `reference.peak_attention`; lse as in `reference.most_attended`, None to find it."""
-    (batch, num_heads, number, dim), (heads, length) = q.shape, keys.shape[1:3]
-    rows = [rows.float().contiguous() for rows in (q, keys)]
-    masks = [mask.contiguous() for mask in (valid, asked)]
-    sinks, lse = (None if one is None else one.float().contiguous() for one in (sink_logits, lse))
-    out = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
-    pointers = (None if one is None else one.data_ptr() for one in (*rows, *masks, sinks, lse, out))
-    sizes = batch, heads, num_heads // heads, number, length, dim, torch.get_num_threads()
-    cpu.call("peaks", "peak_attention", Peaks(*pointers, *sizes, scale, softcap or 0.0))
-    return out

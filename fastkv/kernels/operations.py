@@ -27,12 +27,10 @@ from .expected_attention import expected_attention as expected_attention
 from .expected_attention import queries_ahead as queries_ahead
 from .key_scores import keydiff_scores as keydiff_scores
 from .key_scores import manifold_scores as manifold_scores
+from .most_attended import most_attended as most_attended
 from .noncausal_mass import noncausal_attention_mass as noncausal_attention_mass
-from .peak_attention import chunk_mean as chunk_mean
-from .peak_attention import most_attended as most_attended
-from .peak_attention import peak_attention as peak_attention
-from .peak_attention import peaks_to_keep as peaks_to_keep
-from .peak_attention import pool_scores as pool_scores
+from .pooling import chunk_mean as chunk_mean
+from .pooling import pool_scores as pool_scores
 from .prefill_attention import prefill_attention as prefill_attention
 from .slot_signals import memorise as memorise
 from .window_scores import observed_attention as observed_attention

@@ -400,12 +400,6 @@ noncausal_attention_mass = opaque(_of_second)(by_keyword(reference.noncausal_att
 # Kernel: two launches each, and a sort of many candidates.
 pool_scores = opaque(lambda scores, *rest: torch.empty_like(scores))(by_keyword(reference.pool_scores))
 chunk_mean = opaque(lambda scores, *rest: torch.empty_like(scores))(by_keyword(reference.chunk_mean))
-peaks_to_keep = opaque(lambda most, values, memory, *rest: torch.empty_like(memory))(
-    by_keyword(reference.peaks_to_keep)
-)
-
-# Kernel: two launches, no logits in memory.
-peak_attention = opaque(_of_second)(by_keyword(reference.peak_attention))
 
 # Kernel: one launch.
 most_attended = opaque(_of_second)(by_keyword(reference.most_attended))

@@ -26,8 +26,8 @@ class FastKV(Policy):
     E knows what most queries read, K what stands out whatever they read. Neither computes attention: statistics of the
     queries and the keys are all they need. A prompt is read once, whole or in blocks; each block's queries judge all
     tokens anew. Between generated tokens, whose queries nobody keeps, E is what it was after the prompt, and of
-    generated tokens the mean of the others. Of the evicted tokens a head keeps centroids, in a sixteenth of the bytes of
-    its pairs.
+    generated tokens the mean of the others. Of the evicted tokens a head keeps centroids, in a sixteenth of the bytes
+    of its pairs.
 
     Args:
         horizon: positions to come, over which E averages the rotation.

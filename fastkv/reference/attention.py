@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import check_groups, check_shape
-from .gather import add_to_slab, rows_at
+from .gather import add_to_slab
 from .moments import Evicted, Moments, compute_dtype
 from .state import LayerState, Slots, Spec
 
@@ -316,7 +316,7 @@ def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: f
     """
     (batch, heads), dtype = keys.shape[:2], compute_dtype(q)
     most = torch.full(keys.shape[:3], float("-inf"), dtype=dtype, device=q.device)
-    groups = check_peak(q, keys, most, lse)
+    groups = check_most_attended(q, keys, lse)
     q, total = q.unflatten(1, (heads, groups)), lse.to(dtype).unflatten(1, (heads, groups))
     # One head at a time on a CPU, in whose cache its logits fit.
     rows, some = (1, 1) if q.device.type == "cpu" else (batch, heads)
@@ -329,54 +329,11 @@ def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: f
     return most.exp()
 
 
-def peak_attention(
-    q: Tensor,
-    keys: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    *,
-    valid: Tensor,
-    every: int,
-    sink_logits: Tensor | None = None,
-) -> Tensor:
-    """For each key, the largest weight that any query gives it where all see all, earlier and later: max softmax(s).
-
-    Args: q [B, Hq, T, D], of the last T of N candidates; keys [B, Hkv, N, D]; valid [B, Hkv, N] bool, false for keys
-        nobody sees; every: one real query in so many is asked, as of `every_query`; sink_logits [Hq], of learned sinks.
-    Returns: [B, Hkv, N] fp32 (fp64 for fp64 inputs), the maximum over queries and over the query heads of a KV head; 0
-        where not valid.
-    """
-    groups, heads, dtype = check_peak(q, keys, valid), keys.shape[1], compute_dtype(q)
-    q, asked = every_query(q, valid, every)
-    most = torch.zeros(keys.shape[:3], dtype=dtype, device=keys.device)
-    keys = torch.where(valid[..., None], keys, 0).to(dtype)
-    for part, counts in zip(q.split(QUERY_CHUNK, 2), asked.split(QUERY_CHUNK, 1)):
-        logits = grouped_logits(part, keys, scale, softcap)
-        weights, lse = masked_softmax(logits, valid[:, :, None, None])
-        if sink_logits is not None:
-            weights, _ = with_sink(weights, lse, sink_logits.to(dtype).view(heads, groups, 1))
-        torch.maximum(most, torch.where(counts[:, None, None, :, None], weights, 0).amax((2, 3)), out=most)
-    return most
-
-
-def every_query(queries: Tensor, valid: Tensor, every: int) -> tuple[Tensor, Tensor]:
-    """One of so many queries of a block, wherever padding is, and which of the chosen are real.
-
-    Args: queries [B, Hq, T, D], of the last T of N candidates; valid [B, Hkv, N], of which the first head's counts.
-    Returns: [B, Hq, T / every, D] and [B, T / every] bool.
-    """
-    real = valid[:, 0, -queries.shape[2] :]
-    chosen = (~real).to(torch.uint8).argsort(dim=-1, stable=True)[:, ::every]
-    return rows_at(queries, chosen[:, None].expand(-1, queries.shape[1], -1)), real.gather(1, chosen)
-
-
-def check_peak(q: Tensor, keys: Tensor, valid: Tensor, lse: Tensor | None = None) -> int:
-    """Query heads per KV head. Raises: FastKVError for shapes that `peak_attention` or `most_attended` do not take."""
-    check_shape("peak_attention", "keys", keys, (q.shape[0], None, None, q.shape[-1]))
-    check_shape("peak_attention", "valid", valid, keys.shape[:3])
-    if lse is not None:
-        check_shape("most_attended", "lse", lse, q.shape[:3])
-    return check_groups("peak_attention", q.shape[1], keys.shape[1])
+def check_most_attended(q: Tensor, keys: Tensor, lse: Tensor) -> int:
+    """Query heads per KV head. Raises: FastKVError for shapes that `most_attended` does not take."""
+    check_shape("most_attended", "keys", keys, (q.shape[0], None, None, q.shape[-1]))
+    check_shape("most_attended", "lse", lse, q.shape[:3])
+    return check_groups("most_attended", q.shape[1], keys.shape[1])
 
 
 def unrotate(keys: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

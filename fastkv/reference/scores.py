@@ -374,17 +374,6 @@ def expected_attention(
     return torch.where(count > 0, known, 0)
 
 
-def peaks_to_keep(most: Tensor, values: Tensor, memory: Tensor, positions: Tensor, valid: Tensor, pool: int) -> Tensor:
-    """The largest attention of any query times |v|, over neighbours, or what is remembered if that is more.
-
-    Args: most, memory, positions, valid [B, Hkv, N]; values [B, Hkv, N, Dv]; pool: odd width of `neighbour_mean`.
-    Returns: [B, Hkv, N] fp32, positive where valid.
-    """
-    length = torch.linalg.vector_norm(values.to(most.dtype), dim=-1)
-    pooled = neighbour_mean(most * length, pool, positions, valid).float()
-    return memory.maximum(torch.where(valid, pooled.clamp(min=TINY), 0))
-
-
 def known_or_mean(memory: Tensor, valid: Tensor, logs: bool = False) -> Tensor:
     """What is remembered of each candidate, [B, Hkv, N], or its log; where that is 0, the mean of the head's others."""
     known = valid & (memory > 0)
