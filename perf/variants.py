@@ -253,7 +253,7 @@ SCORES: dict[str, Callable[..., Any]] = {
     ),
     "expected": lambda keys, real: operations.expected_attention(
         keys, keys, *(new(1, 32, rows, keys.shape[-1]) for rows in (1, keys.shape[-1])),
-        new(1, 1, 1, dtype=torch.int64), 0.1, 0.0, valid=real,
+        new(1, 1, 1, dtype=torch.int64), 0.1, 0.0, new(*keys.shape[:3]), valid=real,
     ),
     "window": lambda keys, real, bias=False, cap=False: operations.observed_attention(
         queries(keys, BLOCK), keys, before(keys)["positions"], real, 0.1, 50.0 if cap else None, window=32,

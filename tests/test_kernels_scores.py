@@ -156,12 +156,13 @@ def expected(batch=2, heads=2, groups=2, num=45, dim=64, dtype=torch.float32, ki
     mean = torch.randn(batch, groups * heads, 1, dim, generator=generator)
     root = torch.randn(batch, groups * heads, dim, dim, generator=generator)
     covariance, valid = root @ root.mT / dim, every(make_mask(kind, batch, heads, num, seed), keys)
+    memory = torch.where(torch.rand(valid.shape, generator=generator) < 0.5, 0.0, 0.25)
     got = expected_attention.expected_attention(
-        hide(keys, valid), values, mean, covariance, count, scale, 0.1, valid=valid
+        hide(keys, valid), values, mean, covariance, count, scale, 0.1, memory, valid=valid
     )
-    assert ((got > 0) == (count > 0)).all()
+    assert torch.equal(got > 0, torch.where(valid & (count > 0), True, memory > 0))
     close(got, lambda to: reference.expected_attention(
-        keys, values, mean.to(to), covariance.to(to), count, scale, 0.1, valid=valid
+        keys, values, mean.to(to), covariance.to(to), count, scale, 0.1, memory, valid=valid
     ))  # fmt: skip
 
 

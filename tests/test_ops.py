@@ -249,7 +249,7 @@ CASES = {  # the name of the operator, and what is special about the case
     ),
     "expected_attention": lambda b: case(
         *pairs(C), randn(B, HKV * G, 1, D), randn(B, HKV * G, D, D), torch.ones(B, 1, 1, dtype=torch.int64), 0.3, 0.1,
-        valid=candidates()[1], backend=b
+        torch.rand(B, HKV, C), valid=candidates()[1], backend=b
     ),
     "needed_scores": lambda b: case(
         randn(B, HKV, C), torch.rand(B, HKV, C), *pairs(C), candidates()[1], None, 0.3, backend=b

@@ -25,8 +25,8 @@ LAUNCHES = {  # of a step in which prompts begin, of one that reads their ends, 
     ("keydiff", "calibrated"): (9, 10, 5),
     ("momentkv", "uniform"): (8, 14, 4),
     ("snapkv", "uniform"): (7, 12, 3),
-    ("fastkv", "uniform"): (17, 19, 9),
-    ("fastkv", "calibrated"): (18, 22, 9),
+    ("fastkv", "uniform"): (15, 17, 9),
+    ("fastkv", "calibrated"): (16, 20, 9),
 }
 
 

@@ -117,8 +117,8 @@ def _lengths(values, kv, index, N, HEADS: tl.constexpr, D: tl.constexpr, COLUMNS
 
 @triton.jit(do_not_specialize=["N"])
 def _weight_kernel(
-    logits_ptr, sums_ptr, lengths_ptr, count_ptr, expected_ptr, epsilon, N, HEADS: tl.constexpr, G: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits_ptr, sums_ptr, lengths_ptr, count_ptr, memory_ptr, valid_ptr, expected_ptr, epsilon, N,
+    HEADS: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     kv = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -129,7 +129,9 @@ def _weight_kernel(
         logits = tl.load(logits_ptr + head * N + index, mask=index < N, other=-float("inf"))
         weights += tl.exp(logits - tl.load(sums_ptr + head * 2)) * tl.load(sums_ptr + head * 2 + 1)
     known = tl.maximum((weights + epsilon) * tl.load(lengths_ptr + kv * N + index, mask=index < N, other=0.0), TINY)
-    tl.store(expected_ptr + kv * N + index, tl.where(asked, known, 0.0), mask=index < N)
+    asked = asked & (tl.load(valid_ptr + kv * N + index, mask=index < N, other=0) != 0)
+    before = tl.load(memory_ptr + kv * N + index, mask=index < N, other=0.0)
+    tl.store(expected_ptr + kv * N + index, tl.where(asked, known, before), mask=index < N)
 
 
 class AheadTile(NamedTuple):
@@ -414,24 +416,26 @@ def gaussian_logits(
 
 
 def expected_attention(
-    keys: Tensor, values: Tensor, mean: Tensor, covariance: Tensor, count: Tensor, scale: float, epsilon: float, *,
-    valid: Tensor,
+    keys: Tensor, values: Tensor, mean: Tensor, covariance: Tensor, count: Tensor, scale: float, epsilon: float,
+    memory: Tensor, *, valid: Tensor,
 ) -> Tensor:  # fmt: skip
     """`reference.expected_attention`.
 
     Args: keys [B, Hkv, N, D], values [B, Hkv, N, Dv], unit stride along D; mean [B, Hq, 1, D], covariance [B, Hq, D, D]
-        fp32, contiguous; count [B, 1, 1] int64; valid [B, Hkv, N] bool.
+        fp32, contiguous; count [B, 1, 1] int64; memory fp32, contiguous, and valid bool [B, Hkv, N].
     Returns: [B, Hkv, N] fp32. Cost: three launches; no host sync.
     Raises: FastKVError for shapes or strides that do not fit.
     """
     batch, heads, num, _ = keys.shape
-    tokens = keys, values, mean, covariance, count
-    logits, lengths = gaussian_logits("expected_attention", *tokens, scale, valid.contiguous())
+    tokens, valid = (keys, values, mean, covariance, count), valid.contiguous()
+    check_like("expected_attention", valid.shape, memory=memory)
+    logits, lengths = gaussian_logits("expected_attention", *tokens, scale, valid)
     found, groups = torch.empty_like(lengths), mean.shape[1] // heads
     if found.numel():
         sums = torch.empty(*logits.shape[:2], 2, dtype=torch.float32, device=keys.device)
         _sum_kernel[(sums[..., 0].numel(),)](logits, sums, num, G=groups, BLOCK=BLOCK)
         _weight_kernel[batch * heads, triton.cdiv(num, KEYS)](
-            logits, sums, lengths, count, found, epsilon, num, HEADS=heads, G=groups, BLOCK=KEYS
-        )
+            logits, sums, lengths, count, memory, valid.view(torch.uint8), found, epsilon, num, HEADS=heads, G=groups,
+            BLOCK=KEYS,
+        )  # fmt: skip
     return found

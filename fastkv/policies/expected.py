@@ -52,18 +52,9 @@ class ExpectedAttention(Policy):
         assert signals.memory is not None
         if signals.queries is None:
             return signals.memory
-        expected = self.expected(signals)
-        return torch.where(signals.valid & (expected > 0), expected, signals.memory)
-
-    def expected(self, signals: Signals) -> Tensor:
-        """What queries to come are expected to give each candidate, [B, Hkv, N] fp32, positive; 0 in rows of no query.
-
-        It needs `signals.queries` and the rotary embedding.
-        """
         layer, tokens, ahead = signals.layer, (signals.keys, signals.values), self.ahead(signals)
-        return ops.expected_attention(
-            *tokens, *ahead, layer.scale, self.epsilon, valid=signals.valid, backend=layer.backend
-        )
+        rest = layer.scale, self.epsilon, signals.memory
+        return ops.expected_attention(*tokens, *ahead, *rest, valid=signals.valid, backend=layer.backend)
 
     def ahead(self, signals: Signals) -> tuple[Tensor, Tensor, Tensor]:
         """`ops.queries_ahead` of the block's queries."""

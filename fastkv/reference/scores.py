@@ -348,6 +348,7 @@ def expected_attention(
     count: Tensor,
     scale: float,
     epsilon: float,
+    memory: Tensor,
     *,
     valid: Tensor,
 ) -> Tensor:
@@ -358,8 +359,8 @@ def expected_attention(
     scale: the closed form of E exp(s q.k_i) for q of mean m and covariance C.
 
     Args: keys [B, Hkv, N, D] post-RoPE; values [B, Hkv, N, Dv]; mean [B, Hq, 1, D], covariance [B, Hq, D, D] and count
-        [B, 1, 1] as of `queries_ahead`; valid [B, Hkv, N] bool.
-    Returns: [B, Hkv, N] fp32, positive; 0 in rows whose count is 0. What is not valid gets no attention.
+        [B, 1, 1] as of `queries_ahead`; memory [B, Hkv, N]: what was expected before; valid [B, Hkv, N] bool.
+    Returns: [B, Hkv, N] fp32, positive; what was expected before where not valid, and in rows whose count is 0.
     Raises: FastKVError if Hq is not a multiple of Hkv.
     """
     groups = check_groups("expected_attention", mean.shape[1], keys.shape[1])
@@ -371,7 +372,7 @@ def expected_attention(
         attention += masked_softmax(logits, valid)[0] / groups
     length = torch.linalg.vector_norm(values.to(mean.dtype), dim=-1)
     known = ((attention + epsilon) * length).float().clamp(min=TINY)
-    return torch.where(count > 0, known, 0)
+    return torch.where(valid & (count > 0), known, memory)
 
 
 def known_or_mean(memory: Tensor, valid: Tensor, logs: bool = False) -> Tensor:
@@ -401,7 +402,7 @@ def needed_scores(
     """
     reasons = [unlike, known_or_mean(memory, valid, logs)]
     if ahead is not None:
-        reasons.append(expected_attention(keys, values, *ahead, scale, 0.0, valid=valid).clamp(min=TINY).log())
+        reasons.append(expected_attention(keys, values, *ahead, scale, 0.0, torch.ones_like(memory), valid=valid).log())
     score, *others = z_scores(torch.stack(reasons), valid)
     for other in others:
         score = score + other
