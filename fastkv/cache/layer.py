@@ -49,8 +49,7 @@ def in_one_piece(token: Tensor) -> Tensor:
     """Queries, keys or values [B, H, 1, D] of a step, as kernels want them: copied if there are gaps between heads, as
     in slices of the fused projection of GPT-NeoX, but not if they are between sequences.
     """
-    gap = token.stride(1) != token.shape[3] and token.shape[1] > 1
-    return token.contiguous() if gap or token.stride(3) != 1 else token
+    return token if token.is_contiguous() or token[0].is_contiguous() else token.contiguous()
 
 
 class LayerCache:

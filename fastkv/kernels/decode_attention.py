@@ -326,11 +326,11 @@ def _constants(
     return tile, 8 if wide else 4, num_stages
 
 
-def most_registers(order: int | None, tile: DecodeTile, coded: bool, chip: str) -> dict[str, int]:
-    """Launch options. With centroids, triton 3.9 and sm_80, ptxas spills to fit a third program beside two, for which
-    shared memory has no room. chip: see `chip_of`.
+def most_registers(order: int | None, tile: DecodeTile, chip: str) -> dict[str, int]:
+    """Launch options. With centroids, on sm_80, ptxas spills to fit a third program beside two, for which shared memory
+    has no room. chip: see `chip_of`.
     """
-    spills = order == CENTROIDS and tile.GROUP.BLOCK_D == 128 and not coded
+    spills = order == CENTROIDS and tile.GROUP.BLOCK_D == 128
     return {"maxnreg": 255} if spills and chip == "80" else {}
 
 
@@ -381,6 +381,6 @@ def decode_step(
         TokenPointers.of(q, k, v), pointers, evicted, results, parts, logits, state.sink_logits, state.rows, page,
         Sizes(capacity, pool, known.num), Scaling(spec.scale, spec.softcap), TILE=tile, HIP=on_hip(),
         num_warps=num_warps, num_stages=stages(num_stages),
-        **most_registers(known.order, tile, not slots.format.plain, chip_of(q.device)),
+        **most_registers(known.order, tile, chip_of(q.device)),
     )  # fmt: skip
     return tuple(results)
