@@ -233,9 +233,11 @@ class Table:
         self.write()
 
     def keep(self, found: Sequence[Variant]) -> None:
-        """Drop the lines of variants that there are no longer."""
+        """Drop the lines of variants that there are no longer, of the chips of those found."""
         titles = {title(variant) for variant in found}
-        self.lines = {name: line for name, line in self.lines.items() if name in titles}
+        chips = {name.split()[-1] for name in titles}
+        gone = [name for name in self.lines if name.split()[-1] in chips and name not in titles]
+        self.lines = {name: line for name, line in self.lines.items() if name not in gone}
         self.write()
 
     def write(self) -> None:
@@ -275,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if known is None:
             compiled += 1
             print(f"{title(variant)}  ir {of}  {lines[-1]}", flush=True)
-    if table and options.arch == "all":
+    if table:
         table.keep(found)
     fine = sum(line.endswith("  ok") for line in lines)
     print(f"{fine} within limits, {len(lines) - fine} not, {compiled} compiled")
