@@ -212,10 +212,9 @@ def residuals(dim: int, attention: bool = True, dtype: str = "bf16", **kept: Any
 def standard() -> None:
     """z-scores of three scores of each candidate, and their sum."""
     operations.z_scores(new(3, 1, 8, 4096), mask(1, 8, 4096))
-    keys = new(1, 8, 4096, 128, dtype=torch.bfloat16)
-    ahead = new(1, 32, 1, 128), new(1, 32, 128, 128), new(1, 1, 1, dtype=torch.int64)
-    for known in (ahead, None):
-        operations.needed_scores(*new(2, 1, 8, 4096), keys, keys, mask(1, 8, 4096), known, 0.1, known is None)
+    unlike, expected, reread = new(3, 1, 8, 4096)
+    for given in ((expected, None), (expected, reread)):
+        operations.needed_scores(unlike, *given, mask(1, 8, 4096))
 
 
 def selected(length: int, masked: bool = False, ragged: bool = False) -> None:

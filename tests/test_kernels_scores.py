@@ -367,27 +367,18 @@ def test_z_scores(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("groups, logs", [(0, False), (0, True), (1, False), (3, False)])
-def test_sum_of_z_scores(groups, logs, kind, monkeypatch):
-    """Without queries to come, and with them, in one query head of a KV head and in several; of logs of the memory."""
+@pytest.mark.parametrize("given", [(), ("expected",), ("reread",), ("expected", "reread")])
+def test_sum_of_z_scores(given, kind, monkeypatch):
+    """Of what is known only in part, too, or of no token of a head."""
     monkeypatch.setattr(z_scores, "BLOCK", 32)
-    draw = torch.Generator().manual_seed(0)
-    unlike, memory = torch.randn(2, 2, 2, 275, generator=draw)
-    unlike, memory = unlike - 3, torch.where(memory < 0, 0.0, memory)
+    unlike, *known = torch.randn(3, 2, 2, 275, generator=torch.Generator().manual_seed(0))
+    unlike, (expected, reread) = unlike - 3, (one.clamp(min=0) for one in known)
+    expected[1, 1] = reread[0, 1] = 0.0
     valid = every(make_mask(kind, 2, 2, 275), unlike)
-    memory[1, 1] = 0.0
-    keys, values = tokens(2, 2, 275, 16), tokens(2, 2, 275, 32, seed=1)
-    mean, root = torch.randn(2, 2 * groups, 1, 16, generator=draw), torch.randn(2, 2 * groups, 16, 16, generator=draw)
-    count = torch.tensor([3, int(kind != "left")]).view(2, 1, 1)
+    scores = unlike, *(one if name in given else None for name, one in (("expected", expected), ("reread", reread)))
 
-    def specified(to):
-        known = (mean.to(to), (root @ root.mT / 16).to(to), count) if groups else None
-        return reference.needed_scores(unlike.to(to), memory.to(to), keys, values, valid, known, 0.3, logs)
-
-    ahead = (mean, root @ root.mT / 16, count) if groups else None
-    hidden = (one.masked_fill(~valid, torch.nan) for one in (unlike, memory))
-    got = z_scores.needed_scores(*hidden, hide(keys, valid), hide(values, valid), valid, ahead, 0.3, logs)
-    close(got, specified, 3e-6)
+    got = z_scores.needed_scores(*(one if one is None else one.masked_fill(~valid, torch.nan) for one in scores), valid)
+    close(got, lambda to: reference.needed_scores(*(one if one is None else one.to(to) for one in scores), valid), 3e-6)
     assert (got[~valid] == 0).all()
 
 

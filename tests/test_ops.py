@@ -251,12 +251,9 @@ CASES = {  # the name of the operator, and what is special about the case
         *pairs(C), randn(B, HKV * G, 1, D), randn(B, HKV * G, D, D), torch.ones(B, 1, 1, dtype=torch.int64), 0.3, 0.1,
         torch.rand(B, HKV, C), valid=candidates()[1], backend=b
     ),
-    "needed_scores": lambda b: case(
-        randn(B, HKV, C), torch.rand(B, HKV, C), *pairs(C), candidates()[1], None, 0.3, backend=b
-    ),
-    "needed_scores of queries to come": lambda b: case(
-        randn(B, HKV, C), torch.rand(B, HKV, C), *pairs(C), candidates()[1],
-        (randn(B, HKV * G, 1, D), randn(B, HKV * G, D, D), torch.ones(B, 1, 1, dtype=torch.int64)), 0.3, backend=b
+    "needed_scores": lambda b: case(randn(B, HKV, C), *torch.rand(2, B, HKV, C), candidates()[1], backend=b),
+    "needed_scores of a first reading": lambda b: case(
+        randn(B, HKV, C), torch.rand(B, HKV, C), None, candidates()[1], backend=b
     ),
     "z_scores": lambda b: case(randn(3, B, HKV, C), candidates()[1], backend=b),
     "select_each": lambda b: case(

@@ -5,7 +5,7 @@
 Twins of `reference.queries_ahead`, which finds m and C, and of `reference.expected_attention`. Launches of the latter:
 programs of the first take a tile of keys and multiply it with the covariance C of one query head; those of the second
 find the largest logit of a query head and the sum of its weights; those of the third add up the weights of the query
-heads of a KV head. `z_scores.needed_scores` launches the first alone, and does the rest itself.
+heads of a KV head.
 Bytes per KV head with G query heads: 2 G N D for keys in half precision, 4 G D^2 for covariances, which every tile
 reads again from L2, 2 N D for values, and 16 G N for logits.
 """
@@ -385,36 +385,6 @@ def queries_ahead(
     return mean, covariance, count
 
 
-def gaussian_logits(
-    op: str, keys: Tensor, values: Tensor, mean: Tensor, covariance: Tensor, count: Tensor, scale: float, valid: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Logits [B, Hq, N] of the keys, -inf where not valid, and lengths |v| [B, Hkv, N], in one launch.
-
-    Arguments as in `expected_attention`; valid contiguous.
-    """
-    batch, heads, num, dim = keys.shape
-    check_head_dim(op, dim)
-    num_heads = mean.shape[1]
-    groups = check_groups(op, num_heads, heads)
-    check_like(op, (batch, num_heads, 1, dim), mean=mean)
-    check_like(op, (batch, num_heads, dim, dim), covariance=covariance)
-    check_like(op, (batch, 1, 1), count=count)
-    check_like(op, (batch, heads, num), valid=valid)
-    check_shape(op, "values", values, (batch, heads, num, None))
-    assert keys.stride(-1) == values.stride(-1) == 1
-    logits = torch.empty(batch, num_heads, num, dtype=torch.float32, device=keys.device)
-    lengths = torch.empty(batch, heads, num, dtype=torch.float32, device=keys.device)
-    padded = pow2(dim, 64)
-    some, rows, num_warps = TILES[padded]
-    if num and batch:
-        _logit_kernel[batch * num_heads, triton.cdiv(num, some)](
-            View.of(keys), View.of(values), valid.view(torch.uint8), mean, covariance, logits, lengths, scale, num,
-            TILE=Tile(heads, groups, dim, padded, values.shape[-1], some, rows), num_warps=num_warps,
-            num_stages=stages(2),
-        )  # fmt: skip
-    return logits, lengths
-
-
 def expected_attention(
     keys: Tensor, values: Tensor, mean: Tensor, covariance: Tensor, count: Tensor, scale: float, epsilon: float,
     memory: Tensor, *, valid: Tensor,
@@ -426,16 +396,28 @@ def expected_attention(
     Returns: [B, Hkv, N] fp32. Cost: three launches; no host sync.
     Raises: FastKVError for shapes or strides that do not fit.
     """
-    batch, heads, num, _ = keys.shape
-    tokens, valid = (keys, values, mean, covariance, count), valid.contiguous()
-    check_like("expected_attention", valid.shape, memory=memory)
-    logits, lengths = gaussian_logits("expected_attention", *tokens, scale, valid)
-    found, groups = torch.empty_like(lengths), mean.shape[1] // heads
+    (batch, heads, num, dim), num_heads, op = keys.shape, mean.shape[1], "expected_attention"
+    check_head_dim(op, dim)
+    groups, valid = check_groups(op, num_heads, heads), valid.contiguous()
+    check_like(op, (batch, num_heads, 1, dim), mean=mean)
+    check_like(op, (batch, num_heads, dim, dim), covariance=covariance)
+    check_like(op, (batch, 1, 1), count=count)
+    check_like(op, (batch, heads, num), valid=valid, memory=memory)
+    check_shape(op, "values", values, (batch, heads, num, None))
+    assert keys.stride(-1) == values.stride(-1) == 1
+    found = torch.empty_like(memory)
     if found.numel():
-        sums = torch.empty(*logits.shape[:2], 2, dtype=torch.float32, device=keys.device)
-        _sum_kernel[(sums[..., 0].numel(),)](logits, sums, num, G=groups, BLOCK=BLOCK)
-        _weight_kernel[batch * heads, triton.cdiv(num, KEYS)](
-            logits, sums, lengths, count, memory, valid.view(torch.uint8), found, epsilon, num, HEADS=heads, G=groups,
-            BLOCK=KEYS,
+        logits = torch.empty(batch, num_heads, num, dtype=torch.float32, device=keys.device)
+        lengths, sums, mask = torch.empty_like(found), logits.new_empty(batch, num_heads, 2), valid.view(torch.uint8)
+        padded = pow2(dim, 64)
+        some, rows, num_warps = TILES[padded]
+        _logit_kernel[batch * num_heads, triton.cdiv(num, some)](
+            View.of(keys), View.of(values), mask, mean, covariance, logits, lengths, scale, num,
+            TILE=Tile(heads, groups, dim, padded, values.shape[-1], some, rows), num_warps=num_warps,
+            num_stages=stages(2),
         )  # fmt: skip
+        _sum_kernel[(batch * num_heads,)](logits, sums, num, G=groups, BLOCK=BLOCK)
+        _weight_kernel[batch * heads, triton.cdiv(num, KEYS)](
+            logits, sums, lengths, count, memory, mask, found, epsilon, num, HEADS=heads, G=groups, BLOCK=KEYS
+        )
     return found

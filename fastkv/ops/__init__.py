@@ -444,7 +444,7 @@ expected_attention = opaque(lambda keys, *rest: keys.new_empty(keys.shape[:3], d
     by_keyword(reference.expected_attention)
 )
 
-# Kernel: one launch; two for queries to come, without copies of keys.
+# Kernel: one launch.
 needed_scores = opaque(lambda unlike, *rest: torch.empty_like(unlike))(by_keyword(reference.needed_scores))
 
 # Kernel: one launch.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -52,22 +52,20 @@ class FastKV(Policy):
 
     def score(self, signals: Signals) -> Tensor:
         """The sum of the z-scores, [B, Hkv, N] fp32."""
-        return self.needed(signals, None, logs=True)
+        backend = signals.layer.backend
+        return ops.needed_scores(self.unlike(signals), signals.memory, None, signals.valid, backend=backend)
 
-    def needed(self, signals: Signals, ahead: tuple[Tensor, Tensor, Tensor] | None, logs: bool) -> Tensor:
-        """`ops.needed_scores` of K and what is remembered."""
-        layer, valid = signals.layer, signals.valid
-        assert signals.memory is not None
-        unlike = ops.keydiff_scores(
+    def unlike(self, signals: Signals) -> Tensor:
+        """K."""
+        layer = signals.layer
+        return ops.keydiff_scores(
             signals.keys,
             "normalized_mean",
-            mask=valid,
+            mask=signals.valid,
             positions=signals.positions,
             rotary=layer.rotary,
             backend=layer.backend,
         )
-        tokens = signals.keys, signals.values, valid
-        return ops.needed_scores(unlike, signals.memory, *tokens, ahead, layer.scale, logs, backend=layer.backend)
 
 
 @dataclass(frozen=True)
@@ -97,4 +95,8 @@ class FastKVReread(FastKV):
 
     def score(self, signals: Signals) -> Tensor:
         """The sum of the z-scores, [B, Hkv, N] fp32."""
-        return self.needed(signals, None if signals.queries is None else self.expecting().ahead(signals), logs=False)
+        read, valid, expected = signals.memory, signals.valid, None
+        assert read is not None
+        if signals.queries is not None:
+            expected = self.expecting().remember(replace(signals, memory=torch.zeros_like(read)))
+        return ops.needed_scores(self.unlike(signals), expected, read, valid, backend=signals.layer.backend)

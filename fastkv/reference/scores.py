@@ -383,26 +383,18 @@ def known_or_mean(memory: Tensor, valid: Tensor, logs: bool = False) -> Tensor:
     return torch.where(known, score, mean)
 
 
-def needed_scores(
-    unlike: Tensor,
-    memory: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    valid: Tensor,
-    ahead: tuple[Tensor, Tensor, Tensor] | None,
-    scale: float,
-    logs: bool = False,
-) -> Tensor:
-    """The sum of z-scores of what says that a token may be needed: `unlike`, `known_or_mean` of the memory, and the log
-    of what is expected.
+def needed_scores(unlike: Tensor, expected: Tensor | None, reread: Tensor | None, valid: Tensor) -> Tensor:
+    """z(unlike) + z(log expected) + z(reread): the sum of what says that a token may be needed; 0 is nothing known, and
+    counts as the mean of the head's others.
 
-    Args: unlike, memory, valid [B, Hkv, N]; the rest as in `expected_attention`, of which `ahead` has mean, covariance
-        and count, None where nothing is known of queries.  logs: whether the log of the memory counts.
+    Args: all [B, Hkv, N]. unlike: any scores; expected, reread: at least 0, or None.
     Returns: [B, Hkv, N] fp32, 0 where not valid.
     """
-    reasons = [unlike, known_or_mean(memory, valid, logs)]
-    if ahead is not None:
-        reasons.append(expected_attention(keys, values, *ahead, scale, 0.0, torch.ones_like(memory), valid=valid).log())
+    reasons = [unlike]
+    if expected is not None:
+        reasons.append(known_or_mean(expected, valid, logs=True))
+    if reread is not None:
+        reasons.append(known_or_mean(reread, valid))
     score, *others = z_scores(torch.stack(reasons), valid)
     for other in others:
         score = score + other
