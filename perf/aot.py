@@ -236,8 +236,7 @@ class Table:
         """Drop the lines of variants that there are no longer, of the chips of those found."""
         titles = {title(variant) for variant in found}
         chips = {name.split()[-1] for name in titles}
-        gone = [name for name in self.lines if name.split()[-1] in chips and name not in titles]
-        self.lines = {name: line for name, line in self.lines.items() if name not in gone}
+        self.lines = {at: line for at, line in self.lines.items() if at in titles or at.split()[-1] not in chips}
         self.write()
 
     def write(self) -> None:

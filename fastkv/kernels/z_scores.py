@@ -101,8 +101,7 @@ def needed_scores(unlike: Tensor, expected: Tensor | None, reread: Tensor | None
     Raises: FastKVError for other shapes or strides.
     """
     valid = valid.contiguous()
-    given = {"unlike": unlike, "expected": expected, "reread": reread}
-    check_like("needed_scores", valid.shape, **{name: one for name, one in given.items() if one is not None})
+    check_like("needed_scores", valid.shape, unlike=unlike, expected=expected, reread=reread)
     out = torch.empty_like(unlike)
     if out.numel():
         mask, num = valid.view(torch.uint8), valid.shape[-1]
