@@ -287,8 +287,9 @@ class PagedLayer:
 # A layer's sequences before there are any: all kernels that traffic will need are compiled.
 #
 # How a kernel is compiled depends on the shapes that it meets: on the length of a prompt's last block, on how full the
-# slots are, and on the number of sequences that decode together. So one of each kind is read and decoded, in two pages
-# that are thrown away. What that takes of memory, traffic will take again; the scratch that it makes stays.
+# slots are, on how many of them one head got from the others, and on the number of sequences that decode together. So
+# one of each kind is read and decoded, in two pages that are thrown away. What that takes of memory, traffic will take
+# again; the scratch that it makes stays.
 
 FEW = 33  # blocks of up to so many tokens are all read: kernels take a window's queries in powers of two
 FURTHER = (-1, 0, 1, 8, 16)  # beside a power of two: multiples of 16 and others are compiled apart, as is what has both
@@ -340,7 +341,7 @@ def warm_up(opened: Callable[[Tensor], PagedLayer], paged: PagedRule, traffic: T
         out = torch.empty(sum(lengths), layer.num_heads, exact.value_dim, dtype=exact.dtype, device=device)
         layer.read(PagedBlocks.of(lengths, [before] * len(lengths), numbers), q, k, v, out)
 
-    rows = [1, 2]
+    rows, widest = [1, 2], _widest(paged.layer.layout, exact)
     for others in (0, 1):  # prompts that are read with it
         for blocks in _full_blocks(paged.layer.layout.least, traffic):
             for length in traffic.lengths():
@@ -348,6 +349,11 @@ def warm_up(opened: Callable[[Tensor], PagedLayer], paged: PagedRule, traffic: T
                 for number in range(blocks):
                     read(number * traffic.largest, *(traffic.largest,) * (1 + others))
                 read(blocks * traffic.largest, length, *(max(length - 1, 1),) * others)
+        for most in widest if traffic.longest > traffic.largest else ():
+            for length in traffic.lengths():
+                layer.clear(torch.tensor(rows, device=device))
+                exact.starts[rows] = _dealt(most, exact)  # type: ignore[index]
+                read(min(most, traffic.longest), length, *(max(length - 1, 1),) * others)
     nobody = torch.zeros(traffic.sequences, dtype=torch.int64, device=device)
     for batch in range(1, traffic.sequences + 1):
         layer.evict(nobody[: batch if batch <= AT_ONCE else 0])
@@ -362,3 +368,18 @@ def _full_blocks(least: int, traffic: Traffic) -> list[int]:
     most = (traffic.longest - 1) // traffic.largest  # of the longest prompt
     filling = least // traffic.largest
     return sorted({min(blocks, most) for blocks in (0, 1, filling, filling + 1)})
+
+
+def _widest(layout: Layout, exact: Slots) -> list[int]:
+    """Slots of the head that has most, of each kind, where heads trade them; exact: of a layer's pages."""
+    if not layout.adaptive:
+        return []
+    before = max(layout.capacities("exact"))
+    return [size for size in (1 << i for i in range(exact.limit.bit_length())) if size > before] + [exact.limit]
+
+
+def _dealt(most: int, exact: Slots) -> Tensor:
+    """Where heads begin, [Hkv + 1] int32, if the first has so many slots and the others share the rest of a page."""
+    heads, slots = exact.lengths.shape[1], exact.keys.shape[1]
+    rest = [most + (slots - most) * head // max(heads - 1, 1) for head in range(heads)]
+    return torch.tensor([0, *rest], dtype=torch.int32, device=exact.keys.device)
