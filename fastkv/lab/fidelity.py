@@ -84,7 +84,7 @@ class Heads:
 
     @property
     def gap(self) -> Tensor:
-        """Jensen gap, log Z_E minus its estimate; never negative without softcap."""
+        """log Z_E minus its estimate: the Jensen gap, never negative without softcap, where moments or means estimate it."""
         return self.log_evicted - self.log_estimate
 
 

@@ -1,7 +1,7 @@
 """Centroids of the evicted tokens: a few weighted pairs, kept apart where one mean of all would blur them.
 
 Let the evicted set E be split into parts c of n_c tokens with means k_c, v_c and mean squared deviation sigma_c^2 of a
-key coordinate. A bound holds in every part, and sums of lower bounds are lower bounds:
+key coordinate. The mass of every part is estimated, and they add up:
 
     logit   b_c   = log n_c + scale q.k_c + log cosh(scale |q| sigma_c)
     mass    log Z = logsumexp_c b_c
@@ -11,8 +11,9 @@ Without its last term this is Jensen's bound, that of `moments`, which knows not
 With logits s_mean + delta_j and v = mean_j delta_j^2: if a part is symmetric about its mean, every delta comes with its
 negative, so exp(delta) may be replaced by cosh(sqrt(delta^2)); cosh(sqrt(x)) is convex in x (its power series has
 positive coefficients only), and Jensen's inequality for x = delta^2 gives log n + s_mean + log cosh(sqrt(v)), which is
-exact for two opposite keys. v is taken as scale^2 |q|^2 sigma_c^2; then, and for parts that are not symmetric, the
-bound is an approximation.
+exact for two opposite keys. v is taken as scale^2 |q|^2 sigma_c^2, as if keys varied alike in all directions; then, and
+for parts that are not symmetric, it is an approximation, no bound: a query that does not read where they vary gets more
+than the true mass.
 
 So a centroid is a slot whose logit has a bias. Parts of one token are exact.
 The tighter the parts, the smaller both errors, so parts are joined where the sum of squares within parts grows least

@@ -43,8 +43,8 @@ def link(name: str) -> str:
         return f"`{name}` | | " if name != times.FULL else f"{name} | | "
     kind = type(policies.get(name))
     file = kind.__module__.rpartition(".")[2]
-    found = re.search(r"arXiv:(\d{4}\.\d{5})", str(kind.__doc__))
-    paper = "" if found is None else f"[{found[1]}](https://arxiv.org/abs/{found[1]})"
+    found = re.search(r"Source: fastkv's own|arXiv:(\d{4}\.\d{5})", str(kind.__doc__))
+    paper = "" if found is None else f"[{found[1]}](https://arxiv.org/abs/{found[1]})" if found[1] else "fastkv's own"
     return f"`{name}` | [`{kind.__name__}`](../fastkv/policies/{file}.py) | {paper}"
 
 

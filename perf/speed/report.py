@@ -105,10 +105,16 @@ class Speed:
         the full cache of their shape, "against", None where that was not measured.
         """
         against = {id(mine): 1 / STEP.ratio(mine, rival) for mine, rival in self.pairs("full", what="decode")}
-        rows = [row for row in rows if "ms" in row]
-        copied = statistics.median(row["copy_gbps"] for row in rows) if rows else 1.0  # each process measured its own
-        floors = [(row["weight_bytes"] + row["cache_bytes"]) / copied / 1e6 for row in rows]  # everything is read once
-        return [row | {"floor": floor, "against": against.get(id(row))} for row, floor in zip(rows, floors)]
+        copies: dict[str, list[float]] = {}  # of all processes of a part, each of which measured its own
+        for row in self.rows:
+            if "ms" in row:
+                copies.setdefault(row["part"], []).append(row["copy_gbps"])
+        found = []
+        for row in rows:
+            if "ms" in row:  # everything is read once
+                floor = (row["weight_bytes"] + row["cache_bytes"]) / statistics.median(copies[row["part"]]) / 1e6
+                found.append(row | {"floor": floor, "against": against.get(id(row))})
+        return found
 
 
 def _title(row: Row) -> str:
