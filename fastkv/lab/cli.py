@@ -102,7 +102,7 @@ QUESTION_IS = (
     "later: the text is read, and compressed, before the question is known; seen: text and question are read together"
 )
 CACHES = (
-    option("--policies --policy", ("momentkv", "keydiff", "snapkv"), "policies to compare", "NAME"),
+    option("--policies --policy", ("fastkv", "momentkv", "keydiff"), "policies to compare", "NAME"),
     option("--budgets --budget", ("128", "256"), "tokens per KV head, or 16x, keep=X, bytes=N, quality=X"),
     EQUAL,
     option("--sinks", 4, "first tokens that stay"),
