@@ -84,7 +84,7 @@ class Heads:
 
     @property
     def gap(self) -> Tensor:
-        """log Z_E minus its estimate: the Jensen gap, never negative without softcap, where moments or means estimate it."""
+        """log Z_E minus its estimate; of moments and means the Jensen gap, never negative without softcap."""
         return self.log_evicted - self.log_estimate
 
 
