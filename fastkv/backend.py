@@ -21,7 +21,7 @@ from .errors import FastKVError
 MODULES = {"reference": ".reference", "cpu": ".cpu.operations", "triton": ".kernels.operations"}
 BACKENDS = ("auto", *MODULES)
 OLDEST_TRITON = Version("3.6")
-MAX_GROUPS, MAX_HEAD_DIM, MAX_EVICTED = 16, 512, 64  # what the kernels handle
+MAX_GROUPS, MAX_HEAD_DIM = 16, 512  # what the kernels handle
 INT4_GROUP = 32  # numbers of a key or a value that share a step
 # Packages with flash-attn's functions, the newest first, and the generations of GPUs that they are written for.
 FLASH = {"flash_attn_interface": (9,), "flash_attn": (8, 9, 10, 11, 12)}
@@ -102,7 +102,6 @@ def why_not(
     dtype: torch.dtype = torch.float32,
     head_dim: int = 128,
     groups: int = 1,
-    evict_every: int = 1,
     value_dim: int | None = None,
     latent: bool = False,
 ) -> str | None:
@@ -126,8 +125,6 @@ def why_not(
         problem = why_no_head_dim(dtype, head_dim, head_dim if value_dim is None else value_dim)
     if problem is None and groups > MAX_GROUPS:
         problem = f"at most {MAX_GROUPS} query heads may share a KV head, got {groups}"
-    if problem is None and evict_every > MAX_EVICTED:
-        problem = f"evict_every may be at most {MAX_EVICTED}, got {evict_every}"
     return problem
 
 
@@ -149,7 +146,6 @@ def check_backend(
     dtype: torch.dtype,
     head_dim: int,
     groups: int,
-    evict_every: int,
     value_dim: int | None = None,
     latent: bool = False,
     slots: str = "model",
@@ -162,11 +158,10 @@ def check_backend(
             "slots='int8'"
         )
     chosen = resolve(backend, device)
-    problem = why_not(chosen, device, dtype, head_dim, groups, evict_every, value_dim, latent)
+    problem = why_not(chosen, device, dtype, head_dim, groups, value_dim, latent)
     if problem is not None:
         what = "the Triton kernels" if chosen == "triton" else f"backend={chosen!r}"
-        instead = "lower it" if problem.startswith("evict_every") else "use backend='reference'"
-        raise FastKVError(f"{what} cannot run: {problem}; {instead}")
+        raise FastKVError(f"{what} cannot run: {problem}; use backend='reference'")
 
 
 MESHES = ("_device_mesh", "device_mesh")  # the second in transformers 5.10

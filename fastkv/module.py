@@ -255,8 +255,7 @@ class FastKVAttention(Module):
             )
         like = torch.empty(batch_size, self.num_kv_heads, 0, self.head_dim, device=device, dtype=dtype)
         groups = self.num_heads // self.num_kv_heads
-        sizes = self.head_dim, groups, config.evict_every
-        check_backend(config.backend, like.device, like.dtype, *sizes, slots=config.slots.name)
+        check_backend(config.backend, like.device, like.dtype, self.head_dim, groups, slots=config.slots.name)
         self._drop()
         self.cache.allocate(self.num_heads, like, like, prompt or 0)
         self.prompt = prompt or 0 if config.budget.follows_prompt else 0

@@ -9,7 +9,6 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,12 +26,12 @@ import fastkv.kernels
 from fastkv import ops
 from fastkv.cache.pages import PageFormat
 from fastkv.errors import FastKVError
-from fastkv.kernels import _flash, operations, select
+from fastkv.kernels import _flash, operations
 from fastkv.reference import Centroids, LayerState, Recovery, Selection, Spec
 from fastkv.reference.slots import Codec, RowFormat
 from fastkv.rotary import Rotary
 
-from .micro.states import RECENT, filled, spec
+from .micro.states import filled, spec
 
 TOKENS, SPARE = 1024, 16  # of a head: a budget, and what comes between evictions
 BLOCK = 500  # of a prompt: no multiple of 16
@@ -40,10 +39,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FOUR = ("int4", "k8v4")  # whose values are packed
 # Kernels that read nothing else, a few bytes at a time.
 NUMBERS = (
-    "_flash.runs slot_signals.key slot_signals.memorise slot_signals.rank pooling.pool blocks.copy "
-    "z_scores.needed expected_attention.sum expected_attention.weight z_scores.z"
+    "_flash.runs slot_signals.key slot_signals.memorise slot_signals.rank pooling.pool "
+    "z_scores.needed expected_attention.sum expected_attention.weight"
 ).split()
-LEAVING = ("evict.evict", "compact.moments", "compact.merge")
+LEAVING = ("compact.moments", "compact.merge")
 PREFILL = "prefill_attention.prefill"
 AHEAD = "expected_attention.ahead"
 SHARES = (0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7)  # of heads of unequally many slots
@@ -141,21 +140,17 @@ def prefill(dim: int, groups: int = 4, flash: bool = False, **kept: Any) -> None
 
 
 def compact(dim: int, length: int = 512, known: bool = False, **kept: Any) -> None:
-    """What leaves after a block of that length."""
+    """What leaves after a block of that length; between tokens if there is none."""
     state, rule = layer(dim, **kept)
     shape = candidates(state, length)
     chosen = Selection(mask(*shape), new(*shape[:2], dtype=torch.int64))
+    if not length:
+        operations.compact(mask(*shape), chosen, None, None, state, rule)
+        return
     _, k, v = block(state, length, 1, dim)
     positions = new(*k.shape[:3], dtype=torch.int32)
     state.exact.memory = new(*state.exact.positions.shape) if known else None
     operations.compact(mask(*shape), chosen, (k, v, positions), new(*shape) if known else None, state, rule)
-
-
-def evict(dim: int, chosen: bool = False, **kept: Any) -> None:
-    """What leaves between tokens; chosen: by a mask, not by its scores."""
-    state, rule = layer(dim, **kept)
-    shape = candidates(state)
-    operations.evict(new(*shape), mask(*shape) if chosen else None, state, rule)
 
 
 def remember(dim: int, parts: int = 31, most: int = SPARE, **kept: Any) -> None:
@@ -185,7 +180,7 @@ def reading(dim: int, **kept: Any) -> None:
 def rows(dim: int, **kept: Any) -> None:
     """Copies of pages, alone and with the tokens of an engine, and back."""
     state, rule = layer(dim, rows=True, **kept)
-    moves = ("copy_rows", "read_rows", "write_rows")
+    moves = ("read_rows", "write_rows")
     with mock.patch.multiple(ops, **{name: getattr(operations, name) for name in moves}):
         ops.taken(state, rule, equal=True)
         q, k, v = (new(2 * BLOCK, heads, dim, dtype=state.exact.dtype) for heads in (32, 8, 8))
@@ -217,12 +212,10 @@ def standard() -> None:
         operations.needed_scores(unlike, *given, mask(1, 8, 4096))
 
 
-def selected(length: int, masked: bool = False, ragged: bool = False) -> None:
+def selected(length: int, ragged: bool = False) -> None:
     """The best of so many candidates; ragged: as many as a tensor says of each head."""
-    shape, numbers = (1, 8, length), partial(new, dtype=torch.int64)
-    rule: dict[str, Any] = {"protected": mask(*shape)} if masked else {"seen": numbers(1), "recent": RECENT}
-    rule |= {"tokens": numbers(1, 8) if ragged else TOKENS, "valid": mask(*shape)}
-    select.select(scores=new(*shape), positions=new(*shape, dtype=torch.int32), **rule)
+    shape, tokens = (1, 8, length), new(1, 8, dtype=torch.int64) if ragged else TOKENS
+    operations.select(new(*shape), new(*shape, dtype=torch.int32), mask(*shape), mask(*shape), tokens)
 
 
 def queries(keys: Tensor, num: int) -> Tensor:
@@ -310,8 +303,7 @@ class Variant:
     @property
     def wide(self) -> bool:
         whole = self.of == "select.select" and self.source.signature["key_ptr"] == "constexpr"  # rows of any length
-        ragged = self.of == "evict.candidates" and "ragged" in self.given
-        return not (whole or ragged or self.of in NUMBERS)
+        return not (whole or self.of in NUMBERS)
 
     @property
     def narrow(self) -> bool:
@@ -322,7 +314,7 @@ class Variant:
             centroids = self.given.get("correction") == "centroids"
             evicted = tile.BLOCK_C * tile.SLICE if centroids else tile.SEED * tile.BV
             return slots in FOUR or evicted <= threads
-        coded = slots != "model" and (dim >= 256 or self.of == "evict.evict")
+        coded = slots != "model" and dim >= 256
         return slots in FOUR or (self.of in LEAVING and (dim > 256 or coded)) or (self.of == AHEAD and dim > 128)
 
     @property

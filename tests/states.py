@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from fastkv import corrections
+from fastkv import corrections, reference
 from fastkv.cache.pages import PageFormat
 from fastkv.cpu import slots as compiled
 from fastkv.kernels import _launch as launch
 from fastkv.kernels import vector_decode
 from fastkv.policies import LayerFacts, Signals
-from fastkv.reference import FORMATS, LayerState, Moments, Slots, Spec
+from fastkv.reference import FORMATS, LayerState, Moments, Slots, Spec, unpack
 
 Workspace, num_programs, PER_SM = launch.Workspace, launch.num_programs, launch.PER_SM
 BACKENDS = ["reference", "cpu", "triton"]
@@ -50,6 +50,26 @@ def make_state(keys, values, lengths, positions=None, seen=None, moments=None, *
 
 
 FACTS = {one.name for one in fields(LayerFacts)}
+
+
+def best_slots(scores, state, spec):
+    """Which slots are in use, and which of those stay where every head keeps `spec.tokens`, or of a slab `spec.spare`
+    fewer than it owns; scores [B, Hkv, N] of the first N slots, all of those in use among them.
+    """
+    slots, num = state.exact, scores.shape[-1]
+    positions = slots.positions if slots.starts is None else unpack([slots.positions], slots.starts, num)[0]
+    valid = torch.arange(num) < slots.lengths[..., None]
+    guard = reference.protected(positions, state.seen, spec.sinks, spec.recent)
+    if slots.starts is None:
+        return valid, reference.select(scores, positions, valid, guard, spec.tokens)
+    return valid, reference.select_each(
+        scores, positions, valid, guard, (slots.starts.diff() - spec.spare).clamp(min=0)
+    )
+
+
+def shrink(module, scores, state, spec):
+    """Let the slots of lowest score leave, by a backend's `compact`."""
+    module.compact(*best_slots(scores, state, spec), None, None, state, spec)
 
 
 def make_signals(scale=1.0, layer=0, decoding=False, **rest):

@@ -29,28 +29,28 @@ def test_auto_is_what_suits_the_device():
 
 
 def test_an_unknown_backend_is_refused():
-    for ask in (lambda: resolve("cuda", CPU), lambda: implementation("evict", "cuda", "cpu")):
+    for ask in (lambda: resolve("cuda", CPU), lambda: implementation("compact", "cuda", "cpu")):
         raises("^backend must be one of auto, reference, cpu, triton, got 'cuda'$", ask)
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_what_a_backend_lacks_the_reference_does(name):
     module = import_module(f"fastkv{MODULES[name]}")
-    for function in ("decode_step", "prefill_attention", "evict", "compact", "remember", "select"):
+    for function in ("decode_step", "prefill_attention", "compact", "remember", "select"):
         own = getattr(module, function, None) or getattr(reference, function)
         found = implementation(function, name, "cpu")
         assert found is own and callable(found)
-    assert implementation("compact", "cpu", "cpu") is reference.compact
+    assert implementation("memorise", "cpu", "cpu") is reference.memorise
     assert implementation("select", "cpu", "cpu") is reference.select
-    assert implementation("evict", "auto", "cpu") is cpu.evict
+    assert implementation("compact", "auto", "cpu") is cpu.compact
 
 
 def test_reasons(monkeypatch):
     import triton
 
     monkeypatch.setattr(backend, "why_no_triton", lambda: None)
-    assert why_not("reference", OTHER, torch.float64, 12, 99, 999) is None
-    assert why_not("cpu", CPU, torch.float64, 12, 99, 999) is None
+    assert why_not("reference", OTHER, torch.float64, 12, 99) is None
+    assert why_not("cpu", CPU, torch.float64, 12, 99) is None
     assert why_not("cpu", CUDA) == "the model is on cuda"
     assert why_not("triton", CUDA) is None
     for options, reason in (
@@ -60,11 +60,10 @@ def test_reasons(monkeypatch):
         ({"head_dim": 272, "dtype": torch.float32}, "head_dim may be at most 256 in float32, got 272"),
         ({"head_dim": 192, "value_dim": 128}, "keys and values must be equally wide, got 192 and 128"),
         ({"groups": 17}, "at most 16 query heads may share a KV head, got 17"),
-        ({"evict_every": 65}, "evict_every may be at most 64, got 65"),
     ):
         assert why_not("triton", CUDA, **options).endswith(reason)
     half = {"head_dim": 512, "value_dim": 512, "dtype": torch.bfloat16}
-    for edge in ({"head_dim": 256}, half, {"head_dim": 16}, {"groups": 16}, {"evict_every": 64}):
+    for edge in ({"head_dim": 256}, half, {"head_dim": 16}, {"groups": 16}):
         assert why_not("triton", CUDA, **edge) is None
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert why_not("triton", CUDA, **half) == "head_dim may be at most 256 on AMD, got 512"
@@ -80,11 +79,13 @@ def test_reasons(monkeypatch):
 def test_a_backend_that_cannot_run_is_refused(monkeypatch):
     monkeypatch.setattr(backend, "why_no_triton", lambda: None)
     sizes = torch.float32, 64, 4
-    check_backend("auto", CPU, *sizes, 999)
+    check_backend("auto", CPU, *sizes)
     said = "^backend='cpu' cannot run: the model is on cuda; use backend='reference'$"
-    raises(said, check_backend, "cpu", CUDA, *sizes, 1)
-    said = "^the Triton kernels cannot run: evict_every may be at most 64, got 65; lower it$"
-    raises(said, check_backend, "auto", CUDA, *sizes, 65)
+    raises(said, check_backend, "cpu", CUDA, *sizes)
+    said = (
+        "^the Triton kernels cannot run: at most 16 query heads may share a KV head, got 17; use backend='reference'$"
+    )
+    raises(said, check_backend, "auto", CUDA, torch.float32, 64, 17)
 
 
 @pytest.fixture
@@ -163,10 +164,10 @@ IMPORTS = """
 import sys
 from fastkv import backend, ops
 from fastkv.backend import implementation
-for name in ("decode_step", "prefill_attention", "evict", "compact", "remember", "select"):
+for name in ("decode_step", "prefill_attention", "compact", "remember", "select"):
     implementation(name, "reference", "cpu")
 print([name for name in ("fastkv.cpu", "fastkv.kernels") if name in sys.modules])
-implementation("evict", "auto", "cpu")
+implementation("compact", "auto", "cpu")
 print("fastkv.cpu.operations" in sys.modules)
 """
 

@@ -7,7 +7,7 @@ from fastkv import ops
 from fastkv.reference import FORMATS, Selection
 
 from .models import raises
-from .states import encoded, in_slab, make_spec, make_state
+from .states import encoded, in_slab, make_spec, make_state, shrink
 from .test_ops import biased, step, vector
 
 B, HKV, G, D, C = 2, 2, 3, 32, 9
@@ -122,7 +122,7 @@ def test_a_bias_moves_with_its_slot(backend, slab, slots):
     before = biases(state)
     state = in_slab(state, [[C, C]] * B) if slab else state
     spec = make_spec(1.0, backend=backend, tokens=5, spare=4, sinks=1, recent=1)
-    ops.evict(random(B, HKV, C, seed=8), None, state, spec)
+    shrink(ops, random(B, HKV, C, seed=8), state, spec)
     assert state.exact.lengths.tolist() == [[5, 4], [1, 5]]
     for b, rows in enumerate(biases(state)):
         for head, row in enumerate(rows):

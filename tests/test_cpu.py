@@ -14,7 +14,7 @@ from fastkv.cpu import operations as cpu
 from fastkv.reference import Centroids, Moments, centroids
 
 from .conftest import examples
-from .states import compiled_step, copied, in_slab, make_spec, make_state, sinks
+from .states import compiled_step, copied, in_slab, make_spec, make_state, shrink, sinks
 
 SCALE = 0.3
 CASES = settings(max_examples=examples(300), deadline=None)
@@ -186,8 +186,8 @@ def test_an_eviction(problem, tokens, sinks, recent, kind):
         scores[torch.rand(scores.shape, generator=problem.random) < 0.3] = torch.nan
     mine, theirs = problem.state(torch.float32), problem.state(torch.float64)
     before, spec = copied(mine), problem.spec(tokens=tokens, sinks=sinks, recent=recent)
-    cpu.evict(scores, None, mine, spec)
-    reference.evict(scores, None, theirs, spec)
+    shrink(cpu, scores, mine, spec)
+    shrink(reference, scores, theirs, spec)
     assert torch.equal(mine.exact.lengths, theirs.exact.lengths) and torch.equal(mine.seen, theirs.seen)
     for one, other in zip(mine.moments.tensors(), theirs.moments.tensors()):
         close(one, other, 2e-5)

@@ -130,7 +130,7 @@ def test_extras_exist():
     assert {extra for _, extra in found} <= set(project["optional-dependencies"]) and len(found) > 1
     assert {where for where, _ in found} <= {".", project["name"]}
     ours = {word for _, line in LINES if " install " in line for word in shlex.split(line) if word.startswith("fastkv")}
-    assert {word.partition("[")[0] for word in ours} == {project["name"]}  # another name is another project
+    assert {word.partition("[")[0] for word in ours} <= {project["name"]}  # another name is another project
 
 
 def test_settings_of_vllm_can_be_used():

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from fastkv import Budget, FastKVAttention, FastKVError
 from fastkv.kernels import _codes, decode_attention, operations, prefill_attention
 from fastkv.kernels._launch import INTERPRET, pow2
-from fastkv.kernels.evict import PACKED_V
 from fastkv.reference import FORMATS, rotated
 
 from . import test_kernels_decode as decode
@@ -23,7 +22,7 @@ from . import test_kernels_evict as evict
 from . import test_kernels_prefill as prefill
 from .conftest import examples
 from .models import raises
-from .pairwise import covering, named
+from .pairwise import covering
 from .states import encoded, launched, make_spec, sinks, splits
 
 SLOTS = ["int8", "fp8", "int4", "k8v4"]
@@ -248,26 +247,15 @@ def test_codes_are_read_where_compilers_manage(slots, width):
     sinks=st.integers(0, 8),
     recent=st.integers(0, 50),
     order=st.sampled_from([None, 0, 1]),
-    scan=st.sampled_from([16, 2048]),
     seed=st.integers(0, 1000),
 )
 @example(slots="int8", shape=(2, 2), lengths=[90], gone=[3], dtype=torch.bfloat16, dim=64, scores="normal", drop=16,
-         sinks=2, recent=3, order=1, scan=2048, seed=0)  # fmt: skip
-def test_evict(slots, shape, lengths, gone, dtype, dim, scores, drop, sinks, recent, order, scan, seed):
+         sinks=2, recent=3, order=1, seed=0)  # fmt: skip
+def test_evict(slots, shape, lengths, gone, dtype, dim, scores, drop, sinks, recent, order, seed):
     dim = 96 if slots != "model" and not fits(slots, dim) else dim
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastkv.kernels.evict.MAX_SCAN", scan)
-        case = evict.Case.make(*shape, dim, 90, dtype, lengths, gone, scores=scores, seed=seed)
-        case.state = encoded(case.state, slots)
-        evict.check(case, 90 - drop, sinks, recent, order)
-
-
-@pytest.mark.parametrize("chip", [named(chip, slow=chip != "100") for chip in PACKED_V if chip.isdecimal()])
-def test_evict_in_the_tiles_of_each_chip(chip, monkeypatch):
-    monkeypatch.setattr("fastkv.kernels.evict.chip_of", lambda device: chip)
-    case = evict.Case.make(1, 1, 256, 24, torch.bfloat16, [24], [3], seed=1)
-    case.state = encoded(case.state, "int4")
-    evict.check(case, 20, sinks=2, recent=3)
+    case = evict.Case.make(*shape, dim, 90, dtype, lengths, gone, scores=scores, seed=seed)
+    case.state = encoded(case.state, slots)
+    evict.check(case, 90 - drop, sinks, recent, order)
 
 
 def run(backend, slots, policy="momentkv", heads="uniform", **options):

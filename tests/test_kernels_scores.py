@@ -203,7 +203,7 @@ def lever(batch=2, heads=2, num=90, dim=64, dtype=torch.float32, kind="left", se
           centre=False, shift=1.0, tiny=1e-4):  # fmt: skip
     keys, mask = tokens(batch, heads, num, dim, dtype, seed, shift), make_mask(kind, batch, heads, num, seed)
     sketch = geometry.sketch_matrix(dim, size, kind="srht" if method == "srht" else "gaussian")
-    got = leverage.leverage_scores(keys=hide(keys, mask), sketch=sketch, mask=mask, centre=centre)
+    got = leverage.sketched_leverage(hide(keys, mask), sketch, mask=mask, centre=centre)
     close(got, lambda to: geometry.leverage_scores(keys.to(to), size, method, mask=mask, centre=centre), tiny)
 
 
@@ -415,7 +415,7 @@ def test_chunks(num, chunk):
 def test_leverage_of_equal_and_nearly_equal_keys(centre):
     """Centred, nothing is left but rounding: no score may explode."""
     keys = tokens(1, 1, 1, 64).expand(1, 1, 80, 64).contiguous()
-    score = leverage.leverage_scores(keys=keys, sketch=geometry.sketch_matrix(64, 16), centre=centre)
+    score = leverage.sketched_leverage(keys, geometry.sketch_matrix(64, 16), centre=centre)
     assert score.isfinite().all() and score.max() < 0.05
     if centre:  # what rounding leaves of 16 coordinates, at most an ulp each, against the ridge of 1e-12 per key
         left = 16 * torch.finfo(torch.float32).eps ** 2
@@ -446,7 +446,7 @@ def test_leverage_survives_rank_deficiency(num, rank):
     keys = tokens(1, 2, num, 64, seed=1)
     if rank < 64:
         keys = keys[..., :rank] @ tokens(1, 1, rank, 64, seed=2)[0, 0] if rank else torch.zeros(1, 2, num, 64)
-    score = leverage.leverage_scores(keys=keys, sketch=geometry.sketch_matrix(64, 32))
+    score = leverage.sketched_leverage(keys, geometry.sketch_matrix(64, 32))
     assert score.isfinite().all() and score.min() >= 0 and score.max() < 1 + 1e-3
     wanted = torch.full((1, 2), float(min(num, rank, 32)))
     torch.testing.assert_close(score.sum(-1), wanted, atol=0.03, rtol=0)
@@ -465,7 +465,7 @@ def test_leverage_survives_rank_deficiency(num, rank):
 def test_leverage_any_case(num, size, kind, method, centre, dtype, seed):
     keys, mask = tokens(1, 2, num, 16, dtype, seed), make_mask(kind, 1, 2, num, seed)
     sketch = geometry.sketch_matrix(16, size, kind="srht" if method == "srht" else "gaussian")
-    got = leverage.leverage_scores(keys=hide(keys, mask), sketch=sketch, mask=mask, centre=centre)
+    got = leverage.sketched_leverage(hide(keys, mask), sketch, mask=mask, centre=centre)
     exact = geometry.leverage_scores(keys.double(), None if size >= 16 else size, method, mask=mask, centre=centre)
     real = num if mask is None else int(mask.sum(-1).min())
     assert got.isfinite().all() and got.min() >= 0
@@ -474,15 +474,26 @@ def test_leverage_any_case(num, size, kind, method, centre, dtype, seed):
         assert (got - exact).abs().max() < 1e-3
 
 
+levers = leverage.sketched_leverage
+
+
 @pytest.mark.parametrize(
     "match, kernel, given",
     [
         (r"use reference\.keydiff_scores", key_scores.keydiff_scores, {"anchor": "median"}),
         (r"use reference\.keydiff_scores", key_scores.keydiff_scores, {"anchor": "pairwise"}),
         ("metric must be one of", key_scores.manifold_scores, {"metric": "l7"}),
-        ("at most 128 columns", leverage.leverage_scores, {"sketch": torch.ones(128, 256)}),
-        ("at most 64 columns for torch.float32 of size 256", leverage.leverage_scores, {"sketch": torch.ones(256, 65)}),
-        ("at most 64 columns for torch.float16 of size 512", leverage.leverage_scores, {"sketch": torch.ones(512, 65)}),
+        ("at most 128 columns", levers, {"sketch": torch.ones(128, 256)}),
+        (
+            "at most 64 columns for torch.float32 of size 256",
+            leverage.sketched_leverage,
+            {"sketch": torch.ones(256, 65)},
+        ),
+        (
+            "at most 64 columns for torch.float16 of size 512",
+            leverage.sketched_leverage,
+            {"sketch": torch.ones(512, 65)},
+        ),
     ],
 )
 def test_what_is_refused(match, kernel, given):
@@ -491,5 +502,5 @@ def test_what_is_refused(match, kernel, given):
 
 
 def test_z_scores_refuse_a_mask_of_another_shape():
-    with pytest.raises(FastKVError, match="end in the shape of the mask"):
+    with pytest.raises(FastKVError, match=r"z_scores: scores must have shape \[3, 1, 2, 5\]"):
         z_scores.z_scores(torch.zeros(3, 2, 2, 5), torch.ones(1, 2, 5, dtype=torch.bool))

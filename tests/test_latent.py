@@ -17,7 +17,7 @@ from fastkv.reference import Moments, Slots
 from .equal_bytes import assert_equal_bytes
 from .models import MLA, build, generate, prompt, raises
 from .pairwise import covering
-from .states import make_spec, make_state
+from .states import make_spec, make_state, shrink
 
 RANK, TURNED, HEADS = MLA["kv_lora_rank"], MLA["qk_rope_head_dim"], 4
 ROOM, SMALL = Budget(tokens=200), Budget(tokens=20, sinks=2, recent=4)
@@ -120,7 +120,7 @@ def test_slots_of_latents_attend_and_evict_as_slots_of_pairs(correction):
         own = positions.expand(2, 1, 12).clone()
         state.exact = Slots(state.exact.keys, values, state.exact.lengths, own, value_dim=7)
         out = ops.decode_step(q, k, k[..., :7], state, spec)
-        ops.evict(state.exact["keys"].norm(dim=-1), None, state, spec)
+        shrink(ops, state.exact["keys"].norm(dim=-1), state, spec)
         block = torch.randn(2, 4, 3, 10, generator=torch.Generator().manual_seed(1))
         real = torch.ones(2, 3, dtype=torch.bool)
         again = ops.prefill_attention(block, block[:, :1], block[:, :1, :, :7], real, state, spec)
@@ -142,7 +142,7 @@ def test_settings_that_need_keys_and_values_of_heads_are_refused():
     refused(model, "'vector' recovers values from keys, .* caches latents", "keydiff", correction="vector")
     refused(model, "'criticalkv' reads values .* would have to expand", "criticalkv")
     with pytest.raises(FastKVError, match=r"not out of latents .* use backend='reference'"):
-        check_backend("auto", torch.device("cuda"), torch.bfloat16, 576, 128, 16, 512, latent=True)
+        check_backend("auto", torch.device("cuda"), torch.bfloat16, 576, 128, 512, latent=True)
 
 
 def test_heads_of_several_processes_are_refused(monkeypatch):

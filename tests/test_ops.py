@@ -15,7 +15,7 @@ from perf.micro.states import filled
 
 from .models import build, generate, prompt, raises
 from .pairwise import covering, named
-from .states import BACKENDS, assert_same, copied, encoded, make_spec
+from .states import BACKENDS, assert_same, best_slots, copied, encoded, make_spec
 
 B, HKV, G, C, T, D = 1, 2, 2, 10, 3, 16
 
@@ -148,9 +148,9 @@ def attend(state, backend, **spec):
     return case(randn(B, HKV * G, T, D), *block()[:2], real, state, make_spec(0.3, backend=backend, **spec))
 
 
-def shrink(state, backend, scores, chosen=False):
+def shrink(state, backend, scores):
     spec = make_spec(backend=backend, tokens=6, spare=3, sinks=1, recent=2)
-    return case(scores, reference.select_slots(scores, state, spec).kept if chosen else None, state, spec)
+    return case(*best_slots(scores, state, spec), None, None, state, spec)
 
 
 CASES = {  # the name of the operator, and what is special about the case
@@ -172,7 +172,7 @@ CASES = {  # the name of the operator, and what is special about the case
     "decode_step with a bias": lambda b: step(biased(layer()), b),
     "prefill_attention with a bias": lambda b: attend(biased(layer()), b),
     "compact with a bias": lambda b: case(*compaction(T), block(), None, biased(layer()), make_spec(backend=b)),
-    "evict with a bias": lambda b: shrink(biased(layer(ragged=True)), b, randn(B, HKV, 9)),
+    "compact of unequal heads with a bias": lambda b: shrink(biased(layer(ragged=True)), b, randn(B, HKV, 9)),
     "decode_step of int8 slots": lambda b: step(encoded(layer(), "int8"), b, order=1),
     "decode_step of fp8 slots": lambda b: step(encoded(layer(True, parts=4), "fp8"), b, correction="centroids"),
     "decode_step of int4 slots": lambda b: grouped(b, "int4"),
@@ -181,7 +181,7 @@ CASES = {  # the name of the operator, and what is special about the case
     "compact to int8 slots": lambda b: case(
         *compaction(T), block(), None, encoded(layer(), "int8"), make_spec(backend=b)
     ),
-    "evict from fp8 slots": lambda b: shrink(encoded(layer(ragged=True), "fp8"), b, randn(B, HKV, 9)),
+    "compact of unequal heads in fp8": lambda b: shrink(encoded(layer(ragged=True), "fp8"), b, randn(B, HKV, 9)),
     "prefill_attention": lambda b: attend(layer(), b, order=1),
     "prefill_attention with sinks": lambda b: attend(sunk(layer(parts=5)), b, correction="centroids"),
     "prefill_attention with centroids": lambda b: attend(layer(parts=5), b, correction="centroids"),
@@ -197,7 +197,6 @@ CASES = {  # the name of the operator, and what is special about the case
     "candidates of a first block": lambda b: case(
         *stored(0, False), *block()[:2], torch.tensor([[True, True, False]]), torch.tensor([0]), 1, 1, backend=b
     ),
-    "copy_rows": lambda b: case(*moved()),
     "read_rows": lambda b: case(
         randn(7, HKV * G, D), randn(7, HKV, D), randn(7, HKV, D, seed=1), torch.tensor([[0, 1, 2], [5, 6, 5]]), *moved()
     ),
@@ -218,9 +217,8 @@ CASES = {  # the name of the operator, and what is special about the case
         *compaction(T), block(), torch.rand(B, HKV, C + T), remembering(), make_spec(backend=b)
     ),
     "compact without a block": lambda b: case(*compaction(0), None, None, layer(), make_spec(backend=b)),
-    "evict": lambda b: shrink(layer(), b, randn(B, HKV, C)),
-    "evict what is chosen": lambda b: shrink(layer(), b, randn(B, HKV, C), True),
-    "evict from unequal heads": lambda b: shrink(layer(ragged=True), b, randn(B, HKV, 9)),
+    "compact of slots": lambda b: shrink(layer(), b, randn(B, HKV, C)),
+    "compact of unequal heads": lambda b: shrink(layer(ragged=True), b, randn(B, HKV, 9)),
     "select": lambda b: case(randn(B, HKV, C), *candidates(), torch.zeros(B, HKV, C, dtype=torch.bool), 4, backend=b),
     "keydiff_scores": lambda b: case(randn(B, HKV, C, D), mask=candidates()[1], backend=b),
     "keydiff_scores before the rotary embedding": lambda b: case(
@@ -356,7 +354,7 @@ def test_backends_agree(name):
         out = operator(*pieces)
         out = [out] if isinstance(out, torch.Tensor) else list(out or [])
         results.append(out + [piece for piece in pieces if isinstance(piece, torch.Tensor)])
-        states.append([sorted_slots(state) if name.split()[0] in ("evict", "compact") else state
+        states.append([sorted_slots(state) if name.split()[0] == "compact" else state
                        for state in found])  # fmt: skip
     for expected, *others in zip(*results):
         for got in others:
@@ -400,4 +398,3 @@ def test_a_model_decodes_the_same_tokens_on_every_backend(policy, block):
 
 def test_sizes_without_a_kernel_are_refused():
     raises("multiple of 16", fastkv.patch, build(head_dim=12), budget=64, backend="triton")
-    raises("evict_every may be at most 64", fastkv.patch, build(), budget=64, evict_every=65, backend="triton")

@@ -157,19 +157,19 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
 
 @pytest.mark.parametrize("harm", ["an eviction that does nothing", "an eviction of somebody else"])
 def test_what_happens_in_the_wrong_page_is_a_finding(harm, monkeypatch):
-    stock = checks.ops.evict
+    stock = checks.ops.compact
 
-    def evict(scores, kept, state, rule):
+    def compact(*chosen, state, rule):
         if state.rows is None or "somebody else" in harm:
-            stock(scores, kept, state, rule)
+            stock(*chosen, state, rule)
         if state.rows is not None and "somebody else" in harm:
-            stock(scores, kept, state.at(torch.where(state.rows == 3, 5, 0)), rule)
+            stock(*chosen, state.at(torch.where(state.rows == 3, 5, 0)), rule)
 
     def pages():
         return checks.check_replays(CPU, CPU.heads(LLAMA), "moments", paged=True)
 
     assert checks.row_of(pages, CPU)["passed"]
-    monkeypatch.setattr(checks.ops, "evict", evict)
+    monkeypatch.setattr(checks.ops, "compact", lambda *given: compact(*given[:-2], state=given[-2], rule=given[-1]))
     row = checks.row_of(pages, CPU)
     assert not row["passed"] and row["error"].startswith("AssertionError: from ")
     assert ("others'" in row["error"]) == ("somebody else" in harm)

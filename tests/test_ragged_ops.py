@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from torch import randn
 
 from fastkv import ops
-from fastkv.kernels import evict as evict_kernel
 from fastkv.kernels._attention import _dealt
 from fastkv.reference import Moments, Recovery, Slots
 
 from .conftest import examples
 from .pairwise import covering
-from .states import BACKENDS, assert_same, copied, deal, in_slab, make_spec, make_state, splits
+from .states import BACKENDS, assert_same, copied, deal, in_slab, make_spec, make_state, shrink, splits
 from .test_properties import SCORES, best, moments_of
 
 HEADS, G, D, SCALE = 3, 2, 16, 0.3
@@ -152,11 +151,10 @@ def test_a_full_head_stores_nothing(backend):
     wide=st.integers(0, 9),
     sinks=st.integers(0, 3),
     recent=st.integers(0, 6),
-    scan=st.sampled_from([16, 2048]),
     order=st.sampled_from([None, 0, 1]),
     seed=st.integers(0, 2**31),
 )
-def test_evict_conserves_every_token(backend, owned, slab, drop, wide, sinks, recent, scan, order, seed):
+def test_evict_conserves_every_token(backend, owned, slab, drop, wide, sinks, recent, order, seed):
     """The best of each head stay, so many below what it owns or, of equal heads, below the slots there are; the others
     join its moments."""
     torch.manual_seed(seed)
@@ -170,9 +168,7 @@ def test_evict_conserves_every_token(backend, owned, slab, drop, wide, sinks, re
     before, width = copied(state), int(equal.exact.lengths.max()) + wide if slab else most
     scores = torch.tensor(SCORES)[torch.randint(0, len(SCORES), (batch, HEADS, max(width, 1)))]
     spec = make_spec(backend=backend, tokens=max(most - drop, 0), spare=drop, sinks=sinks, recent=recent)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evict_kernel, "MAX_SCAN", scan)
-        ops.evict(scores, None, state, spec)
+    shrink(ops, scores, state, spec)
     names = ("positions", "keys", "values")
     stored = [dict(zip(names, one.exact.stored(*names))) for one in (equal, state)]
     for b, h in ((b, h) for b in range(batch) for h in range(HEADS)):

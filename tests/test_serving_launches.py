@@ -21,12 +21,12 @@ from .test_serving_batch import described, only
 
 HQ, HKV, DIM, BLOCK, EVERY = 8, 2, 32, 64, 16
 LAUNCHES = {  # of a step in which prompts begin, of one that reads their ends, before one where an eviction is due
-    ("keydiff", "uniform"): (7, 10, 5),
-    ("keydiff", "calibrated"): (9, 10, 5),
-    ("momentkv", "uniform"): (8, 14, 4),
-    ("snapkv", "uniform"): (7, 12, 3),
-    ("fastkv", "uniform"): (15, 17, 9),
-    ("fastkv", "calibrated"): (16, 20, 9),
+    ("keydiff", "uniform"): (7, 10, 7),
+    ("keydiff", "calibrated"): (9, 10, 7),
+    ("momentkv", "uniform"): (8, 14, 7),
+    ("snapkv", "uniform"): (7, 12, 5),
+    ("fastkv", "uniform"): (15, 17, 10),
+    ("fastkv", "calibrated"): (16, 20, 10),
 }
 
 

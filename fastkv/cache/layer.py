@@ -348,17 +348,14 @@ def evict(state: LayerState, rule: LayerConfig, anew: bool = False) -> None:
     candidates, guard = signals.of_slots(state, copied, rule)
     candidates, scores = signals.score(candidates, rule)
     if anew or state.approx is not None:
-        guard = selection.protected(candidates, state.seen, rule)
         kept = selection.keep_best(candidates, scores, guard, rule)
         compaction.store(state, candidates, kept, 0, rule, full=True)
         return
     if exact.memory is not None and state.rows is None:
         candidates = replace(candidates, positions=candidates.positions.clone())  # eviction moves them
-    chosen = None
-    if state.parts is not None:  # what leaves has to be known before anything moves
-        chosen = selection.keep_slots(candidates, scores, guard, copied, rule).kept
-        compaction.remember(state, candidates, chosen, spare, rule)
-    ops.evict(scores, chosen, state, rule.spec)
+    chosen = selection.keep_slots(candidates, scores, guard, copied, rule)
+    compaction.remember(state, candidates, chosen.kept, spare, rule)
+    ops.compact(candidates.valid, chosen, None, None, state, rule.spec)
     if state.rows is None:  # else other rows have more
         exact.filled = exact.limit - spare
     compaction.memorise(state, candidates, rule)
@@ -367,7 +364,7 @@ def evict(state: LayerState, rule: LayerConfig, anew: bool = False) -> None:
 def _evicts_in_place(state: LayerState, rule: LayerConfig) -> bool:
     """Whether nothing but the backend's own operations, which all follow rows, changes the state in an eviction."""
     where = rule.spec.backend, state.seen.device.type
-    asked = "slot_signals", "remember", "evict", "memorise"
+    asked = "slot_signals", "remember", "compact", "memorise"
     return state.approx is None and all(follows_rows(name, *where) for name in asked)
 
 

@@ -61,7 +61,7 @@ def _wanted(rule: LayerConfig) -> tuple[int, ...]:
 
 
 def keep_slots(signals: Signals, scores: Tensor, guard: Tensor, state: LayerState, rule: LayerConfig) -> Selection:
-    """Of the slots of a layer, those that `ops.evict` is going to keep: each head shrinks by what its slots have spare.
+    """Of the slots of a layer, those that stay: each head shrinks by what its slots have spare.
 
     Args: scores [B, Hkv, N] of all slots; guard [B, Hkv, N] bool, those that no policy may evict.
     """

@@ -33,7 +33,7 @@ def candidates(state: LayerState, k: Tensor, v: Tensor, valid: Tensor, rule: Lay
 
 def of_slots(state: LayerState, copied: LayerState, rule: LayerConfig) -> tuple[Signals, Tensor]:
     """The tokens in the slots, with the attention received since the last eviction if the policy asks for it; it is
-    counted anew from here. And which of them no policy may evict, [B, Hkv, N] bool, if `ops.slot_signals` says.
+    counted anew from here. And which of them no policy may evict, [B, Hkv, N] bool.
 
     Args: copied: the state itself or, where the batch lives in chosen rows of it, a copy of what policies read there.
     """

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import cpu, reference
-from ..reference import Centroids, Evicted, LayerState, Moments, Spec, centroids, merge_partials
+from ..reference import Centroids, Evicted, LayerState, Moments, Selection, Spec, centroids, merge_partials
 from . import slots as compiled_slots
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -257,21 +257,29 @@ def manifold_scores(keys: Tensor, window: int | None, metric: str, *, mask: Tens
     return reference.manifold_scores(keys, window, metric, mask=hiding(mask))
 
 
-def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) -> None:
-    """`reference.evict`: only tokens that leave are copied out, and only those that fill their slots are moved."""
-    slots, moments, num = state.exact, state.moments, scores.shape[-1]
-    chosen = reference.select_slots(scores, state, spec).kept if kept is None else kept
-    gone = (torch.arange(num, device="cpu") < slots.lengths[..., None]) & ~chosen
-    most = int(gone.sum(-1).max())
-    if moments.key_mean is None or not most:
-        after = Moments(moments.count + gone.sum(-1))
-    else:
-        leaving = gone.to(torch.uint8).topk(most, dim=-1, sorted=False).indices.sort(-1).values
-        after = moments.add(*slots.pairs_at(leaving), hiding(gone.gather(-1, leaving)))
-    if compiled_slots.leave(slots, chosen):
-        moments.copy_(after)
-    else:
-        reference.evict(scores, chosen, state, spec)
+def compact(
+    valid: Tensor,
+    selection: Selection,
+    block: tuple[Tensor, Tensor, Tensor] | None,
+    known: Tensor | None,
+    state: LayerState,
+    spec: Spec,
+) -> None:
+    """`reference.compact`; of slots alone, only tokens that leave are copied out, and only those that fill their slots
+    are moved."""
+    slots, moments, gone = state.exact, state.moments, valid & ~selection.kept
+    in_use = torch.arange(valid.shape[-1], device="cpu") < slots.lengths[..., None]
+    if block is None and known is None and torch.equal(valid, in_use):
+        most = int(gone.sum(-1).max())
+        if moments.key_mean is None or not most:
+            after = Moments(moments.count + gone.sum(-1))
+        else:
+            leaving = gone.to(torch.uint8).topk(most, dim=-1, sorted=False).indices.sort(-1).values
+            after = moments.add(*slots.pairs_at(leaving), hiding(gone.gather(-1, leaving)))
+        if compiled_slots.leave(slots, selection.kept):
+            moments.copy_(after)
+            return
+    reference.compact(valid, selection, block, known, state, spec)
 
 
 def remember(

@@ -16,11 +16,8 @@ import triton.language as tl
 from ._arguments import PartPointers, ResultPointers
 from ._codes import (
     INTERP,
-    _exact,
     _factors,
     _packed,
-    _plain_rows,
-    _scale_places,
     _slot_rows,
     _store_encoded,
     _turned,
@@ -504,59 +501,3 @@ def _in_scratch(starts_ptr, base, pair, own, slots, HEADS: tl.constexpr):
         return base + (pair - own) * slots
     else:
         return base + (pair - own) // HEADS * slots
-
-
-@triton.jit
-def _some(vector, first, R: tl.constexpr, TILE: tl.constexpr):
-    """Elements [first, first + TILE) of an int vector [R] in registers; 0 past its end."""
-    match = (first + tl.arange(0, TILE))[:, None] == tl.arange(0, R)[None, :]
-    return tl.sum(tl.where(match, vector[None, :], 0), 1)
-
-
-@triton.jit
-def _load_rows(base_ptr, slots, live, cols, D: tl.constexpr):
-    """Rows of slots as they are stored; 0 where not live."""
-    mask = live[:, None] & (cols < D)[None, :]
-    return tl.load(base_ptr + slots[:, None] * D + cols[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _exact_rows(base_ptr, scales_ptr, slots, live, begin, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Numbers [begin, begin + BLOCK) of the rows of slots in fp32, decoded if they have scales; 0 where not live."""
-    if _packed(scales_ptr):
-        return _plain_rows(base_ptr, scales_ptr, slots, live, begin, D, BLOCK)
-    else:
-        cols = begin + tl.arange(0, BLOCK)
-        return _exact(_load_rows(base_ptr, slots, live, cols, D), scales_ptr, slots, live)
-
-
-@triton.jit
-def _holes(victims, drop, length, tokens, R: tl.constexpr):
-    """Which victims [R] leave a hole in [0, tokens), and the slot of the survivor beyond that fills it."""
-    index = tl.arange(0, R)
-    live = index < drop
-    tail = tokens + index
-    same = (victims[:, None] == tail[None, :]) & live[:, None]
-    stays = (tail < length) & (tl.sum(same.to(tl.int32), 0) == 0)
-    hole = live & (victims < tokens)
-    rank_hole, rank_tail = tl.cumsum(hole.to(tl.int32), 0), tl.cumsum(stays.to(tl.int32), 0)
-    match = (rank_hole[:, None] == rank_tail[None, :]) & stays[None, :]
-    return hole, tl.sum(tl.where(match, tail[None, :], 0), 1)
-
-
-@triton.jit
-def _move_rows(base_ptr, drop, hole, to_slot, from_slot, cols, D: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr):
-    """Of rows of D elements, those numbered `cols`."""
-    for first in range(0, drop, TILE):
-        live = _some(hole.to(tl.int32), first, R, TILE) > 0
-        rows = _load_rows(base_ptr, _some(from_slot, first, R, TILE), live, cols, D)
-        place = base_ptr + _some(to_slot, first, R, TILE)[:, None] * D + cols[None, :]
-        tl.store(place, rows, mask=live[:, None] & (cols < D)[None, :])
-
-
-@triton.jit
-def _move_scales(scales_ptr, hole, to_slot, from_slot, D: tl.constexpr, BLOCK: tl.constexpr):
-    place, mask = _scale_places(scales_ptr, from_slot, hole, D, BLOCK)
-    scales = tl.load(place, mask=mask, other=0)
-    place, mask = _scale_places(scales_ptr, to_slot, hole, D, BLOCK)
-    tl.store(place, scales, mask=mask)

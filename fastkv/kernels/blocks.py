@@ -259,11 +259,6 @@ def _stretch(moved, program, number, page, slots, room, FIELDS: tl.constexpr, BA
         _move(there_ptr + place, here_ptr + index, inside, whole, BACK)
 
 
-@triton.jit(do_not_specialize=["page", "room"])
-def _copy_kernel(moved: Rows, page, slots, room, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
-    _stretch(moved, tl.program_id(0), tl.program_id(1).to(tl.int64), page, slots, room, FIELDS, False, BLOCK)
-
-
 @triton.jit(do_not_specialize=["page", "room", "programs", "length"])
 def _read_kernel(
     moved: Rows, q: View, k: View, v: View, made: Blocks, page, slots, room, programs, length, FIELDS: tl.constexpr,
@@ -305,18 +300,6 @@ def _write_kernel(
         within = tl.load(places.within_ptr + index, mask=inside, other=0)
         source = ((sequence * HEADS.Q + head) * length + within) * HEADS.DV
         _copy(blocks_ptr, out.ptr + head * out.stride_h, source, token * out.stride_t, inside, HEADS.DV, HEADS.BV)
-
-
-def copy_rows(
-    pages: Tensor, copy: Tensor, table: Tensor, starts: Tensor | None, rows: Tensor, slots: int, programs: int,
-    block: int,
-) -> None:  # fmt: skip
-    """`ops.copy_rows`: one launch, no host sync."""
-    if len(rows):
-        _copy_kernel[programs, len(rows)](
-            Rows(pages, copy, table, starts, rows), pages.stride(0), slots, len(rows), FIELDS=table.shape[1],
-            BLOCK=block,
-        )  # fmt: skip
 
 
 def read_rows(

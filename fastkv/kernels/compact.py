@@ -1,8 +1,9 @@
 """Evict: merge the candidates that are not kept into the moments, and fill the holes they leave, in place.
 
-Twin of `reference.compact`. Candidates are the first `used` slots, then the block of T new tokens. Kept slots below the
-new length L stay where they are; the other survivors (of the block, and of slots beyond L) go to the holes below L, so
-no row moves that need not. Slot order may therefore differ from the reference, whose slots are sorted by position.
+Twin of `reference.compact`. Candidates are the first `used` slots, then the block of T new tokens; none while decoding.
+Kept slots below the new length L stay where they are; the other survivors (of the block, and of slots beyond L) go to
+the holes below L, so no row moves that need not. Slot order may therefore differ from the reference, whose slots are
+sorted by position.
 
 Launches, because every evicted row must be read before any slot is overwritten:
 1. plan: prefix sums over the masks list the evicted rows, the holes and the sources; the old means are put aside, the
@@ -29,9 +30,9 @@ from torch import Tensor
 from ..errors import check_shape
 from ..reference import LayerState, Selection, Spec
 from ._arguments import PAIRS, MomentPointers, StatePointers, View
-from ._attention import _barrier, _dot32, _home, _page
+from ._attention import _barrier, _dot32, _home, _page, _stretch
 from ._codes import _code_places, _codes_of, _exact, _packed, _plain_rows, _scale_places, _scales_of, _stored
-from ._launch import check_contiguous, check_head_dim, check_like, check_rows, check_scales, on_hip, pow2
+from ._launch import addressed, check_contiguous, check_head_dim, check_like, check_rows, check_scales, on_hip, pow2
 
 PLAN = 2048  # candidates per prefix sum
 ROWS = 32  # that a program moves at once
@@ -240,10 +241,11 @@ def _moments_kernel(
             return
     state = StatePointers(*[p if p is None else _page(p, home, page) for p in state])
     moments = MomentPointers(*[p if p is None else _page(p, home, page) for p in moments])
-    keys = _codes_of(state.keys_ptr, state.key_scales_ptr, own * slots, DK)
-    values = _codes_of(state.values_ptr, state.value_scales_ptr, own * slots, DV)
-    key_scales = _scales_of(state.key_scales_ptr, own * slots, DK)
-    value_scales = _scales_of(state.value_scales_ptr, own * slots, DV)
+    base, _ = _stretch(state.starts_ptr, own, slots, TILE.HEADS)
+    keys = _codes_of(state.keys_ptr, state.key_scales_ptr, base, DK)
+    values = _codes_of(state.values_ptr, state.value_scales_ptr, base, DV)
+    key_scales = _scales_of(state.key_scales_ptr, base, DK)
+    value_scales = _scales_of(state.value_scales_ptr, base, DV)
     fresh_keys = new_keys.ptr + (head // HEADS) * new_keys.stride_b + (head % HEADS) * new_keys.stride_h
     fresh_values = new_values.ptr + (head // HEADS) * new_values.stride_b + (head % HEADS) * new_values.stride_h
     key_stride, value_stride = new_keys.stride_t, new_values.stride_t
@@ -268,7 +270,12 @@ def _moments_kernel(
             v = _rows(values, value_scales, fresh_values, index, inside, used, mine, value_stride, DV, COLUMNS)
             v -= value_mean[None, :]
             k = _rows(keys, key_scales, fresh_keys, index, inside, used, 0, key_stride, DK, BK) - key_mean[None, :]
-            cross += _dot32(tl.trans(k), tl.where(inside[:, None], v, 0.0))
+            v = tl.where(inside[:, None], v, 0.0)
+            if _packed(key_scales) and ROWS < 32:
+                # triton pairs numbers that come out of `_turned` for products of 32 rows
+                cross += tl.dot(tl.trans(k), v, input_precision="ieee")
+            else:
+                cross += _dot32(tl.trans(k), v)
     means_ptr = plan.means_ptr + head * (splits + 1) * (DK + DV)  # the state before, then one row per split
     if SINGLE:
         before = tl.load(tally_ptr + 2)
@@ -356,11 +363,12 @@ def _move_kernel(
     holes_ptr = plan.lists_ptr + (tl.num_programs(0) + head) * N
     sources_ptr = holes_ptr + tl.num_programs(0).to(tl.int64) * N
     state = StatePointers(*[p if p is None else _page(p, home, page) for p in state])
-    places = state.positions_ptr + own * slots
-    keys = _codes_of(state.keys_ptr, state.key_scales_ptr, own * slots, DK)
-    values = _codes_of(state.values_ptr, state.value_scales_ptr, own * slots, DV)
-    key_scales = _scales_of(state.key_scales_ptr, own * slots, DK)
-    value_scales = _scales_of(state.value_scales_ptr, own * slots, DV)
+    base, _ = _stretch(state.starts_ptr, own, slots, TILE.HEADS)
+    keys = _codes_of(state.keys_ptr, state.key_scales_ptr, base, DK)
+    values = _codes_of(state.values_ptr, state.value_scales_ptr, base, DV)
+    key_scales = _scales_of(state.key_scales_ptr, base, DK)
+    value_scales = _scales_of(state.value_scales_ptr, base, DV)
+    places = state.positions_ptr + base
     fresh_places = new_positions.ptr + batch * new_positions.stride_b + kv * new_positions.stride_h
     fresh_keys = new_keys.ptr + batch * new_keys.stride_b + kv * new_keys.stride_h
     fresh_values = new_values.ptr + batch * new_values.stride_b + kv * new_values.stride_h
@@ -372,7 +380,7 @@ def _move_kernel(
         _move_row_tile(keys, key_scales, fresh_keys, source, hole, inside, used, new_keys.stride_t, DK, TILE.BK)
         _move_row_tile(values, value_scales, fresh_values, source, hole, inside, used, new_values.stride_t, DV, TILE.BV)
         if state.bias_ptr is not None:  # 0 for new tokens
-            bias = state.bias_ptr + own * slots
+            bias = state.bias_ptr + base
             moved = tl.load(bias + source, mask=inside & (source < used), other=0.0)
             tl.store(bias + hole, moved, mask=inside)
         old = tl.load(places + source, mask=inside & (source < used), other=0)
@@ -381,9 +389,9 @@ def _move_kernel(
         tl.store(places + hole, tl.where(source < used, old, new), mask=inside)
 
 
-def row_splits(candidates: int) -> int:
-    """Splits of the listed rows: a function of shapes alone."""
-    return min(MAX_SPLITS, max(1, candidates // ROWS_PER_SPLIT))
+def row_splits(most: int) -> int:
+    """Splits of so many listed rows."""
+    return min(MAX_SPLITS, max(1, most // ROWS_PER_SPLIT))
 
 
 def move_tile(width: int, packed: bool) -> tuple[int, int]:
@@ -398,7 +406,8 @@ def compact(
     valid: Tensor, selection: Selection, block: tuple[Tensor, Tensor, Tensor] | None, known: Tensor | None,
     state: LayerState, spec: Spec,
 ) -> None:  # fmt: skip
-    """Three launches (four from 4096 candidates), no host sync; shapes as in `reference.compact`.
+    """Three launches (two if only the count is remembered, four from 4096 candidates), no host sync; shapes as in
+    `reference.compact`.
 
     k, v and positions of the block have any strides, with unit stride along D. `moments.slope`, if there is one, is
     set to cross / count.
@@ -406,7 +415,7 @@ def compact(
     op, slots, moments, kept = "compact", state.exact, state.moments, selection.kept
     keys, values, positions, lengths = slots.keys, slots.values, slots.positions, slots.lengths
     assert values is not None and positions is not None
-    batch, (_, heads, capacity, _), num = state.batch, keys.shape, valid.shape[-1]
+    (_, heads, capacity, _), batch, num = addressed(op, keys, slots.starts).shape, state.batch, valid.shape[-1]
     dk, dv = slots.format.keys.dim(keys.shape[-1]), slots.value_dim
     nothing = (
         keys.new_empty(batch, heads, 0, dk, dtype=slots.dtype),
@@ -415,7 +424,7 @@ def compact(
     )
     k, v, new_positions = nothing if block is None else block
     used = num - k.shape[2]
-    held, changing = StatePointers.of(slots, *PAIRS, "bias", "positions"), MomentPointers.of(moments)
+    held, changing = StatePointers.of(slots, *PAIRS, "bias", "positions", "starts"), MomentPointers.of(moments)
     check_scales(op, slots)
     check_shape(op, "kept", kept, (batch, heads, num))
     check_shape(op, "k", k, (batch, heads, None, dk))
@@ -427,14 +436,17 @@ def compact(
     check_like(op, valid.shape, known=known)
     for name in ("attention", "memory"):
         if (numbers := getattr(slots, name)) is not None:
-            check_shape(op, name, numbers, (None, heads, capacity))
+            check_shape(op, name, addressed(op, numbers, slots.starts), (None, heads, capacity))
     page = check_rows(op, state, held, changing, counted)
-    assert 0 <= used <= capacity and k.stride(-1) == v.stride(-1) == 1
+    assert 0 <= used <= capacity and k.stride(-1) == v.stride(-1) == 1 and (slots.starts is None or block is None)
     if not num or not batch:
         lengths.zero_() if state.rows is None else lengths.index_fill_(0, state.rows, 0)
         return
     device, where, width = keys.device, (state.rows, page), pow2(dk, 64)
-    splits, pairs = row_splits(num), batch * heads
+    most = num  # rows that leave, or move; every head keeps `spec.tokens`, and of a slab all but `spec.spare`
+    if block is None:
+        most = max(num - spec.tokens if slots.starts is None else spec.spare, 1)
+    splits, pairs = row_splits(most), batch * heads
     crosses = None
     if moments.cross is not None and splits > 1:
         crosses = torch.empty(pairs, splits, dk, dv, dtype=torch.float32, device=device)
@@ -460,7 +472,7 @@ def compact(
         if splits > 1:
             _merge_kernel[(pairs, slices)](plan, changing, *where, splits, TILE=tile, num_warps=warps)
     rows, warps = move_tile(pow2(max(dk, dv), 64), slots.format.values.bits == 4)
-    movers = min(triton.cdiv(min(num, capacity), rows), MAX_MOVERS)
+    movers = min(triton.cdiv(min(most, capacity), rows), MAX_MOVERS)
     _move_kernel[(pairs, movers)](
         held, block_keys, block_values, View.of(new_positions), plan, *where, num, capacity, used,
         TILE=tile._replace(ROWS=rows), num_warps=warps,

@@ -190,7 +190,9 @@ def _solve_matrix(grams: Tensor, means: Tensor, counts: Tensor, centre: bool) ->
     return solve.to(torch.float32, memory_format=torch.contiguous_format), middle.float()
 
 
-def leverage_scores(*, keys: Tensor, sketch: Tensor, mask: Tensor | None = None, centre: bool = False) -> Tensor:
+def sketched_leverage(
+    keys: Tensor, sketch: Tensor, method: str = "cholesky", *, mask: Tensor | None = None, centre: bool = False
+) -> Tensor:
     """Leverage of each key in the sketched space, |L^-1 x_i|^2 with x = k Phi and X^T X = L L^T.
 
     Args: keys [B, Hkv, N, D] before the rotation, any strides, unit stride along D; sketch [D, k] fp32, k <= 128, from

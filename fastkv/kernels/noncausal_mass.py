@@ -60,48 +60,6 @@ def _rows(base_ptr, index, inside, stride, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["N", "chunk"])  # the length of a prompt
-def _single_kernel(
-    q: View, keys: View, order_ptr, count_ptr, mass_ptr, sink_ptr, scaling: Scaling, N, chunk, TILE: tl.constexpr
-):
-    HEADS: tl.constexpr = TILE.HEADS
-    G: tl.constexpr = TILE.G
-    D: tl.constexpr = TILE.D
-    BD: tl.constexpr = TILE.BD
-    BLOCK_M: tl.constexpr = TILE.BLOCK_M
-    BLOCK_N: tl.constexpr = TILE.BLOCK_N
-    head = tl.program_id(1).to(tl.int64)
-    batch, kv = head // HEADS, head % HEADS
-    low = tl.program_id(0) * chunk
-    high = tl.minimum(low + chunk, N)
-    real = high
-    if order_ptr is not None:
-        real = tl.minimum(high, tl.load(count_ptr + head).to(tl.int32))
-    rank = low + tl.arange(0, BLOCK_N)
-    index = _address(order_ptr, head, N, rank, rank < high)
-    k = _rows(keys.ptr + batch * keys.stride_b + kv * keys.stride_h, index, rank < real, keys.stride_t, D, BD)
-    sums = tl.zeros([BLOCK_N], tl.float32)
-    for group in range(0, G):
-        q_base = q.ptr + batch * q.stride_b + (kv * G + group) * q.stride_h
-        for first in range(low, real, BLOCK_M):
-            row = first + tl.arange(0, BLOCK_M)
-            asks = row < real
-            asked = _rows(q_base, _address(order_ptr, head, N, row, asks), asks, q.stride_t, D, BD)
-            logits = _logits2(_dot(asked, tl.trans(k)), scaling)
-            logits = tl.where((rank < real)[None, :], logits, -float("inf"))
-            top = tl.max(logits, 1)
-            if sink_ptr is not None:
-                sink2 = tl.load(sink_ptr + kv * G + group).to(tl.float32) * LOG2E
-                top = tl.maximum(top, sink2)
-            weights = tl.exp2(logits - top[:, None])
-            total = tl.sum(weights, 1)
-            if sink_ptr is not None:
-                total += tl.exp2(sink2 - top)
-            share = tl.where(asks, 1.0 / total, 0.0)
-            sums += tl.sum(weights * share[:, None], 0)
-    tl.store(mass_ptr + head * N + index, sums / G, mask=rank < high)
-
-
-@triton.jit(do_not_specialize=["N", "chunk"])  # the length of a prompt
 def _lse_kernel(
     q: View, keys: View, order_ptr, count_ptr, lse_ptr, sink_ptr, scaling: Scaling, N, chunk, TILE: tl.constexpr
 ):
@@ -142,8 +100,10 @@ def _lse_kernel(
 
 @triton.jit(do_not_specialize=["N", "chunk"])  # the length of a prompt
 def _column_kernel(
-    q: View, keys: View, order_ptr, count_ptr, lse_ptr, mass_ptr, scaling: Scaling, N, chunk, TILE: tl.constexpr
-):
+    q: View, keys: View, order_ptr, count_ptr, lse_ptr, mass_ptr, sink_ptr, scaling: Scaling, N, chunk,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    # lse_ptr None: a tile holds whole rows of the softmax.
     HEADS: tl.constexpr = TILE.HEADS
     G: tl.constexpr = TILE.G
     D: tl.constexpr = TILE.D
@@ -169,9 +129,22 @@ def _column_kernel(
             asks = row < real
             asked = _rows(q_base, _address(order_ptr, head, N, row, asks), asks, q.stride_t, D, BD)
             logits = _logits2(_dot(asked, tl.trans(k)), scaling)
-            lse = tl.load(lse_ptr + (head * G + group) * N + row, mask=asks, other=0.0)
-            seen = asks[:, None] & (rank < real)[None, :]
-            sums += tl.sum(tl.exp2(tl.where(seen, logits - lse[:, None], -float("inf"))), 0)
+            logits = tl.where((rank < real)[None, :], logits, -float("inf"))
+            share = tl.where(asks, 1.0, 0.0)
+            if lse_ptr is not None:
+                top = tl.load(lse_ptr + (head * G + group) * N + row, mask=asks, other=0.0)
+                weights = tl.exp2(logits - top[:, None])
+            else:
+                top = tl.max(logits, 1)
+                if sink_ptr is not None:
+                    sink2 = tl.load(sink_ptr + kv * G + group).to(tl.float32) * LOG2E
+                    top = tl.maximum(top, sink2)
+                weights = tl.exp2(logits - top[:, None])
+                total = tl.sum(weights, 1)
+                if sink_ptr is not None:
+                    total += tl.exp2(sink2 - top)
+                share /= total
+            sums += tl.sum(weights * share[:, None], 0)
     tl.store(mass_ptr + head * N + index, sums / G, mask=rank < high)
 
 
@@ -212,16 +185,14 @@ def noncausal_attention_mass(
     width = pow2(dim, 16)
     inputs, numbers = (View.of(q), View.of(keys), order, count), (Scaling(scale, softcap), num, chunk)
     chunks, pairs = triton.cdiv(num, chunk), batch * heads
+    (rows, columns, warps), lse = DOUBLE[width], None
     if block <= ON_CHIP and block * width <= _room(q.element_size(), on_hip()):
-        rows, warps = SINGLE[width]
-        tile = Tile(heads, groups, dim, width, rows, block)
-        _single_kernel[(chunks, pairs)](
-            *inputs, mass, sink_logits, *numbers, TILE=tile, num_warps=warps, num_stages=stages(2)
-        )
-        return mass
-    rows, columns, warps = DOUBLE[width]
-    lse = torch.empty(batch, num_heads, num, dtype=torch.float32, device=q.device)
+        (rows, warps), columns = SINGLE[width], block
+    else:
+        lse = torch.empty(batch, num_heads, num, dtype=torch.float32, device=q.device)
     flags = {"TILE": Tile(heads, groups, dim, width, rows, columns), "num_warps": warps, "num_stages": stages(2)}
-    _lse_kernel[(chunks * triton.cdiv(chunk, rows), pairs, groups)](*inputs, lse, sink_logits, *numbers, **flags)
-    _column_kernel[(chunks * triton.cdiv(chunk, columns), pairs)](*inputs, lse, mass, *numbers, **flags)
+    if lse is not None:
+        _lse_kernel[(chunks * triton.cdiv(chunk, rows), pairs, groups)](*inputs, lse, sink_logits, *numbers, **flags)
+    grid = chunks * triton.cdiv(chunk, columns), pairs
+    _column_kernel[grid](*inputs, lse, mass, sink_logits, *numbers, **flags)
     return mass

@@ -8,36 +8,35 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..reference import Centroids, LayerState, Moments, Selection, Spec
+from ..reference import Centroids, LayerState, Spec
 from . import decode_attention as decode
-from . import leverage
-from . import moment_scores as residuals
 from . import remember as joining
-from . import select as selection
 from . import slot_signals as slots
 from . import vector_decode as vector
 from ._launch import Workspace, WorkspaceRoom, num_sms
 from .blocks import candidates as candidates
-from .blocks import copy_rows as copy_rows
 from .blocks import read_rows as read_rows
 from .blocks import write_rows as write_rows
 from .compact import compact as compact
-from .evict import evict as evict
 from .expected_attention import expected_attention as expected_attention
 from .expected_attention import queries_ahead as queries_ahead
 from .key_scores import keydiff_scores as keydiff_scores
 from .key_scores import manifold_scores as manifold_scores
+from .leverage import sketched_leverage as sketched_leverage
+from .moment_scores import moment_scores as moment_scores
 from .most_attended import most_attended as most_attended
 from .noncausal_mass import noncausal_attention_mass as noncausal_attention_mass
 from .pooling import chunk_mean as chunk_mean
 from .pooling import pool_scores as pool_scores
 from .prefill_attention import prefill_attention as prefill_attention
+from .select import select as select
+from .select import select_each as select_each
 from .slot_signals import memorise as memorise
 from .window_scores import observed_attention as observed_attention
 from .z_scores import needed_scores as needed_scores
 from .z_scores import z_scores as z_scores
 
-FOLLOWS_ROWS = ("compact", "decode_step", "evict", "memorise", "prefill_attention", "remember", "slot_signals")
+FOLLOWS_ROWS = ("compact", "decode_step", "memorise", "prefill_attention", "remember", "slot_signals")
 
 
 def workspace(num_heads: int, state: LayerState, spec: Spec, room: list[Tensor] | None = None) -> list[Tensor]:
@@ -87,8 +86,7 @@ def decode_into(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, stat
 def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.slot_signals`."""
     equal = state.approx is None and (state.exact.starts is None or state.exact.attention is None)
-    asked = state.parts is not None or state.exact.attention is not None  # lengths alone are compared as fast by torch
-    if equal and (asked or state.rows is not None):
+    if equal:
         return slots.slot_signals(positions, state, spec)
     with state.gathered(only=("seen", "lengths", "starts", "attention")) as own:
         return reference.slot_signals(positions, own, spec)
@@ -104,32 +102,3 @@ def remember(
         return
     with state.gathered() as own:
         reference.remember(keys, values, positions, valid, kept, most, own, spec)
-
-
-def sketched_leverage(keys: Tensor, sketch: Tensor, method: str, *, mask: Tensor | None, centre: bool) -> Tensor:
-    """`reference.sketched_leverage`."""
-    return leverage.leverage_scores(keys=keys, sketch=sketch, mask=mask, centre=centre)
-
-
-def moment_scores(attention: Tensor | None, keys: Tensor, values: Tensor, moments: Moments, scale: float) -> Tensor:
-    """`reference.moment_scores`."""
-    return residuals.moment_scores(
-        attention=attention,
-        keys=keys,
-        values=values,
-        value_mean=moments.value_mean,
-        matrix=moments.cross if moments.slope is None else moments.slope,
-        count=moments.count,
-        scale=scale,
-        out=torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device),
-    )
-
-
-def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, tokens: int | Tensor) -> Selection:
-    """`reference.select`, and `reference.select_each` where each head has its own number."""
-    return Selection(
-        *selection.select(scores=scores, positions=positions, valid=valid, protected=protected, tokens=tokens)
-    )
-
-
-select_each = select

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..reference import Selection
 from ._attention import _barrier
 from ._launch import check_like, chip_of, on_hip
 
@@ -72,24 +73,18 @@ def _kth_largest(key, key_ptr, wanted, room, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _candidates(valid_ptr, protected_ptr, positions_ptr, row, index, N, seen, sinks, recent):
-    """Valid and protected flags of the candidates `index`, and their positions."""
-    inside = index < N
-    valid = tl.load(valid_ptr + row + index, mask=inside, other=0) != 0
-    position = tl.load(positions_ptr + row + index, mask=inside, other=0)
-    if protected_ptr is not None:
-        guard = tl.load(protected_ptr + row + index, mask=inside, other=0) != 0
-    else:
-        guard = (position < sinks) | (position >= seen - recent)
-    return valid, valid & guard, position
+def _candidates(valid_ptr, protected_ptr, row, index, N):
+    """Which of the candidates `index` are valid, and which of those are protected."""
+    valid = tl.load(valid_ptr + row + index, mask=index < N, other=0) != 0
+    return valid, valid & (tl.load(protected_ptr + row + index, mask=index < N, other=0) != 0)
 
 
-@triton.jit(do_not_specialize=["N", "tokens", "sinks", "recent"])
+@triton.jit(do_not_specialize=["N", "tokens"])
 def _select_kernel(
-    scores_ptr, positions_ptr, valid_ptr, protected_ptr, seen_ptr, key_ptr, kept_ptr, counts_ptr, N, tokens, sinks,
-    recent, HEADS: tl.constexpr, BLOCK: tl.constexpr, HIP: tl.constexpr,
+    scores_ptr, positions_ptr, valid_ptr, protected_ptr, key_ptr, kept_ptr, counts_ptr, N, tokens, BLOCK: tl.constexpr,
+    HIP: tl.constexpr,
 ):  # fmt: skip
-    # protected_ptr None: what seen_ptr says is protected. key_ptr None: a head is one tile.
+    # key_ptr None: a head is one tile.
     # tokens: of all heads, or where each finds its own.
     SINGLE: tl.constexpr = key_ptr is None
     head = tl.program_id(0)
@@ -102,15 +97,10 @@ def _select_kernel(
         key_ptr += head.to(tl.int64) * room
         key2_ptr = key_ptr + tl.num_programs(0).to(tl.int64) * room
     lane = tl.arange(0, BLOCK)
-    seen = 0
-    if seen_ptr is not None:
-        seen = tl.load(seen_ptr + head // HEADS).to(tl.int32)
     num_valid = tl.zeros([], tl.int32)
     num_guarded = tl.zeros([], tl.int32)
     for start in range(0, N, BLOCK):
-        valid, guarded, _ = _candidates(
-            valid_ptr, protected_ptr, positions_ptr, row, start + lane, N, seen, sinks, recent
-        )
+        valid, guarded = _candidates(valid_ptr, protected_ptr, row, start + lane, N)
         num_valid += tl.sum(valid.to(tl.int32), 0)
         num_guarded += tl.sum(guarded.to(tl.int32), 0)
     # If the protected alone exceed the budget, only they are in the running; else they come before every score.
@@ -121,7 +111,7 @@ def _select_kernel(
     key = tl.full([BLOCK], LOWEST, tl.int32)
     for start in range(0, N, BLOCK):
         index = start + lane
-        valid, guarded, _ = _candidates(valid_ptr, protected_ptr, positions_ptr, row, index, N, seen, sinks, recent)
+        valid, guarded = _candidates(valid_ptr, protected_ptr, row, index, N)
         score = tl.load(scores_ptr + row + index, mask=index < N, other=0.0)
         key = tl.where(tl.where(crowded, guarded, valid), _sortable(score), LOWEST)
         key = tl.where(guarded & (crowded == 0), FIRST, key)
@@ -166,25 +156,19 @@ def _select_kernel(
         tl.store(kept_ptr + row + index, kept.to(tl.uint8), mask=index < N)
 
 
-def select(
-    *, scores: Tensor, positions: Tensor, valid: Tensor, tokens: int | Tensor, protected: Tensor | None = None,
-    seen: Tensor | None = None, sinks: int = 0, recent: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Keep the `tokens` best valid candidates of each head: protected ones first, then by score, then by position.
+def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, tokens: int | Tensor) -> Selection:
+    """`reference.select`, and `reference.select_each` where each head has its own number, [B, Hkv] int64.
 
-    Args: scores [B, Hkv, N] fp32; positions [B, Hkv, N] int32, not negative; valid [B, Hkv, N] bool; tokens: of each
-        head, [B, Hkv] int64, or of all. What is protected is either `protected` [B, Hkv, N] bool, or, given `seen` [B]
-        int64, position < sinks or >= seen - recent.
-    Returns: kept [B, Hkv, N] bool and counts [B, Hkv] int64.  Cost: one launch, no host sync.
+    Args: scores [B, Hkv, N] fp32; positions [B, Hkv, N] int32, not negative; valid, protected [B, Hkv, N] bool.
+    Cost: one launch, no host sync.
     """
     batch, heads, num = scores.shape
     check_like("select", scores.shape, scores=scores, positions=positions, valid=valid, protected=protected)
-    assert scores.dtype == torch.float32 and (protected is None) != (seen is None)
+    assert scores.dtype == torch.float32
     kept = torch.empty(batch, heads, num, dtype=torch.bool, device=scores.device)
     counts = torch.empty(batch, heads, dtype=torch.int64, device=scores.device)
     if not kept.numel():
-        counts.zero_()
-        return kept, counts
+        return Selection(kept, counts.zero_())
     tiles = WARPS.get(chip_of(scores.device), WARPS[""])
     block = next((tile for tile in tiles if num <= tile), max(tiles))
     scratch = None
@@ -195,8 +179,10 @@ def select(
         tokens = tokens.contiguous()
         check_like("select", (batch, heads), tokens=tokens)
     _select_kernel[(batch * heads,)](
-        scores, positions, valid.view(torch.uint8), None if protected is None else protected.view(torch.uint8), seen,
-        scratch, kept.view(torch.uint8), counts, num, tokens, sinks, recent, HEADS=heads, BLOCK=block, HIP=on_hip(),
-        num_warps=tiles[block],
+        scores, positions, valid.view(torch.uint8), protected.view(torch.uint8), scratch, kept.view(torch.uint8),
+        counts, num, tokens, BLOCK=block, HIP=on_hip(), num_warps=tiles[block],
     )  # fmt: skip
-    return kept, counts
+    return Selection(kept, counts)
+
+
+select_each = select

@@ -43,9 +43,8 @@ def _slot_kernel(
     tl.store(valid_ptr + place, (slot < tl.load(state.lengths_ptr + own)).to(tl.uint8), mask=inside)
     seen = tl.load(state.seen_ptr + own // HEADS)
     position = tl.load(positions_ptr + place, mask=inside, other=0)
-    if guard_ptr is not None:
-        guard = (position < sinks) | (position >= seen - recent)
-        tl.store(guard_ptr + place, guard.to(tl.uint8), mask=inside)
+    guard = (position < sinks) | (position >= seen - recent)
+    tl.store(guard_ptr + place, guard.to(tl.uint8), mask=inside)
     if state.attention_ptr is not None:
         queried = tl.minimum(tl.maximum(seen - position, 1), spare).to(tl.float32)
         received_ptr = state.attention_ptr + own * slots + slot
@@ -70,13 +69,13 @@ def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tens
     pointers = StatePointers.of(exact, "attention", "lengths", seen=state.seen)
     page = check_rows(op, state, pointers)
     valid = torch.empty_like(positions, dtype=torch.bool)
-    guard = torch.empty_like(positions if state.parts is not None else positions[:0, 0, 0], dtype=torch.bool)
+    guard = torch.empty_like(valid)
     known = positions if exact.attention is not None else positions[:0, 0, 0]
     attention, queried = (torch.empty_like(known, dtype=torch.float32) for _ in range(2))
     if num and batch:
         _slot_kernel[batch * heads, triton.cdiv(num, BLOCK)](
-            positions, pointers, valid.view(torch.uint8), None if state.parts is None else guard.view(torch.uint8),
-            attention, queried, state.rows, page, num, spec.sinks, spec.recent, spec.spare, HEADS=heads, BLOCK=BLOCK,
+            positions, pointers, valid.view(torch.uint8), guard.view(torch.uint8), attention,
+            queried, state.rows, page, num, spec.sinks, spec.recent, spec.spare, HEADS=heads, BLOCK=BLOCK,
         )  # fmt: skip
     return valid, guard, attention, queried
 

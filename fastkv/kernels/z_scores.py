@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..errors import FastKVError
-from ._launch import check_contiguous, check_like
+from ._launch import check_like
 
 BLOCK = 1024
 # Which scores of a row are known: all that are real, or those above 0, whose logs may count instead.
@@ -64,22 +63,11 @@ def _z(score_ptr, mask_ptr, index, N, mean, std, WHICH: tl.constexpr):
     return tl.where(std > 0, away / tl.where(std > 0, std, 1.0), 0.0)
 
 
-@triton.jit(do_not_specialize=["N"])  # the length of a prompt
-def _z_kernel(scores_ptr, mask_ptr, out_ptr, N, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    mask_ptr += row * N
-    place = (tl.program_id(1) * tl.num_programs(0).to(tl.int64) + row) * N
-    mean, std = _standard(scores_ptr + place, mask_ptr, N, REAL, BLOCK)
-    for first in range(0, N, BLOCK):
-        index = first + tl.arange(0, BLOCK)
-        z = _z(scores_ptr + place, mask_ptr, index, N, mean, std, REAL)
-        tl.store(out_ptr + place + index, z, mask=index < N)
-
-
 @triton.jit(do_not_specialize=["N"])
 def _needed_kernel(unlike_ptr, expected_ptr, reread_ptr, valid_ptr, out_ptr, N, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * N
-    valid_ptr += place
+    row = tl.program_id(0).to(tl.int64)
+    valid_ptr += row * N
+    place = (tl.program_id(1) * tl.num_programs(0).to(tl.int64) + row) * N  # of as many scores as there are
     mean, std = _standard(unlike_ptr + place, valid_ptr, N, REAL, BLOCK)
     if expected_ptr is not None:
         e_mean, e_std = _standard(expected_ptr + place, valid_ptr, N, LOGS, BLOCK)
@@ -100,13 +88,8 @@ def needed_scores(unlike: Tensor, expected: Tensor | None, reread: Tensor | None
 
     Raises: FastKVError for other shapes or strides.
     """
-    valid = valid.contiguous()
     check_like("needed_scores", valid.shape, unlike=unlike, expected=expected, reread=reread)
-    out = torch.empty_like(unlike)
-    if out.numel():
-        mask, num = valid.view(torch.uint8), valid.shape[-1]
-        _needed_kernel[(valid[..., 0].numel(),)](unlike, expected, reread, mask, out, num, BLOCK=BLOCK)
-    return out
+    return _launched(unlike, expected, reread, valid)
 
 
 def z_scores(scores: Tensor, mask: Tensor) -> Tensor:
@@ -115,14 +98,13 @@ def z_scores(scores: Tensor, mask: Tensor) -> Tensor:
     Args: scores [..., B, Hkv, N] fp32, contiguous: any number of them; mask [B, Hkv, N] bool, true for real tokens.
     Returns: fp32 in the shape of the scores, 0 where not real.  Raises: FastKVError for other shapes or strides.
     """
-    if scores.shape[-mask.ndim :] != mask.shape:
-        raise FastKVError(
-            f"z_scores: scores must end in the shape of the mask, {list(mask.shape)}, got {list(scores.shape)}"
-        )
-    mask = mask.contiguous()
-    check_contiguous("z_scores", scores=scores)
-    out = torch.empty_like(scores, dtype=torch.float32)
-    if scores.numel():
-        grid = mask[..., 0].numel(), scores.numel() // mask.numel()
-        _z_kernel[grid](scores, mask.view(torch.uint8), out, mask.shape[-1], BLOCK=BLOCK)
+    check_like("z_scores", (*scores.shape[: -mask.ndim], *mask.shape), scores=scores)
+    return _launched(scores, None, None, mask)
+
+
+def _launched(unlike: Tensor, expected: Tensor | None, reread: Tensor | None, valid: Tensor) -> Tensor:
+    valid, out = valid.contiguous(), torch.empty_like(unlike)
+    if out.numel():
+        grid = valid[..., 0].numel(), out.numel() // valid.numel()
+        _needed_kernel[grid](unlike, expected, reread, valid.view(torch.uint8), out, valid.shape[-1], BLOCK=BLOCK)
     return out

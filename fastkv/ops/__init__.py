@@ -95,8 +95,7 @@ def _slot_outputs(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Ten
         return torch.empty_like(positions, dtype=dtype) if there else positions.new_empty(0, dtype=dtype)
 
     attends = state.exact.attention is not None
-    guard = made(state.parts is not None, torch.bool)
-    return made(True, torch.bool), guard, made(attends, torch.float32), made(attends, torch.float32)
+    return made(True, torch.bool), made(True, torch.bool), made(attends, torch.float32), made(attends, torch.float32)
 
 
 # Kernel: one launch for heads of equally many slots.
@@ -105,11 +104,8 @@ slot_signals = opaque(_slot_outputs, changes=("state",))(by_spec(reference.slot_
 # Static shapes, no host sync. Kernel: for centroids, one launch while decoding.
 remember = opaque(nothing, changes=("state",))(by_spec(reference.remember))
 
-# Kernel: survivors stay in place, only holes are filled; refreshes `moments.slope`.
+# Kernel: two launches, three with moments; survivors stay in place, only holes are filled; refreshes `moments.slope`.
 compact = opaque(nothing, changes=("state",))(by_spec(reference.compact))
-
-# Kernel: two launches for at most 64 victims a head; refreshes `moments.slope`.
-evict = opaque(nothing, changes=("state",))(by_spec(reference.evict))
 
 # Kernel: one launch.
 memorise = opaque(nothing, changes=("state",))(by_spec(reference.memorise))
@@ -163,21 +159,6 @@ ALIGNED = 128  # bytes: where each tensor of a copy begins, a line of a GPU's ca
 LAST = 2**31 - 1
 
 
-@opaque(nothing, changes=("copy",))
-def copy_rows(
-    pages: Tensor, copy: Tensor, table: Tensor, starts: Tensor | None, rows: Tensor, slots: int, programs: int,
-    block: int,
-) -> None:  # fmt: skip
-    """Copy stretches of the rows of pages [P, bytes] to a copy, both uint8. Only kernels do this, and what follows.
-
-    Args: table [6, F] int64, of each stretch: its first program, its first byte in a page, bytes of one row before it
-        in the copy, bytes of its row in the copy, of a slot if it is a slab, and of a word.  starts: [P, Hkv + 1] of
-        slabs, of which the copy has `slots` slots of each head.  rows [B] int64.  programs: how many each row has, of
-        `block` words each.
-    """
-    implementation("copy_rows", "triton", pages.device.type)(pages, copy, table, starts, rows, slots, programs, block)
-
-
 def _blocks(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     made = [part.new_empty(len(tokens), part.shape[1], tokens.shape[1], part.shape[2]) for part in (q, k, v)]
     return made[0], made[1], made[2]
@@ -188,7 +169,13 @@ def read_rows(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, pages: Tensor, copy: Tensor, table: Tensor, starts: Tensor | None,
     rows: Tensor, slots: int, programs: int, block: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`copy_rows` and `reference.blocks_of`."""
+    """`reference.blocks_of`, and stretches of the rows of pages [P, bytes] to a copy, both uint8. Only kernels do this.
+
+    Args: table [6, F] int64, of each stretch: its first program, its first byte in a page, bytes of one row before it
+        in the copy, bytes of its row in the copy, of a slot if it is a slab, and of a word.  starts: [P, Hkv + 1] of
+        slabs, of which the copy has `slots` slots of each head.  rows [B] int64.  programs: how many each row has, of
+        `block` words each.
+    """
     moved = pages, copy, table, starts, rows, slots, programs, block
     return implementation("read_rows", "triton", q.device.type)(q, k, v, tokens, *moved)  # type: ignore[no-any-return]
 
@@ -271,8 +258,10 @@ def taken(state: LayerState, spec: Spec, but: tuple[str, ...] = (), equal: bool 
     """`LayerState.taken`. Kernel: one launch."""
     if not _copies(state, spec, equal):
         return state.taken(but, equal=equal)
+    assert state.rows is not None
     own, moved = _own(state, but)
-    copy_rows(*moved)
+    nobody = own.exact.keys.new_empty(0, 1, 16)
+    read_rows(nobody, nobody, nobody, state.rows.new_empty(len(state.rows), 0), *moved)
     return own
 
 

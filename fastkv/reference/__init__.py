@@ -68,7 +68,6 @@ from .selection import (
     blocks_of,
     candidates,
     compact,
-    evict,
     in_order,
     joined,
     memorise,
@@ -77,7 +76,6 @@ from .selection import (
     remember,
     select,
     select_each,
-    select_slots,
     slot_signals,
 )
 from .slots import FORMATS, FP8, INT4, INT8, PLAIN, Codec, RowFormat, SlotFormat, Stored, rotated, slot_format, step_of

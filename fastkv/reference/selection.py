@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import check_shape
-from .gather import pack, rows_at, unpack
+from .gather import pack, rows_at
 from .state import LayerState, Spec
 
 CHUNK = 4096  # evicted tokens copied out at once on their way into what is remembered
@@ -78,16 +78,14 @@ def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tens
     A token that arrived after the last eviction was seen by fewer queries than others: its mean is over those.
 
     Args: positions [B, Hkv, N] int32 of all slots.
-    Returns: valid [B, Hkv, N] bool, in use; guard [B, Hkv, N] bool, `protected`, empty unless the layer has `parts`;
-        attention [B, Hkv, N], mean of what slots received, and queried [B, Hkv, N] fp32, the number of queries that it
-        is over, empty unless slots collect it.
+    Returns: valid [B, Hkv, N] bool, in use; guard [B, Hkv, N] bool, `protected`; attention [B, Hkv, N], mean of what
+        slots received, and queried [B, Hkv, N] fp32, the number of queries that it is over, empty unless slots collect
+        it.
     """
     tiers = state.tiers.values()
     valid = joined(*(slots.valid for slots in tiers))
-    guard = positions.new_empty(0, dtype=torch.bool)
+    guard = protected(positions, state.seen, spec.sinks, spec.recent)
     attention, queried = (positions.new_empty(0, dtype=torch.float32) for _ in range(2))
-    if state.parts is not None:
-        guard = protected(positions, state.seen, spec.sinks, spec.recent)
     if state.exact.attention is not None:
         queried = (state.seen[:, None, None] - positions).clamp(1, spec.spare).float()
         attention = joined(*(slots["attention"] for slots in tiers)) / queried
@@ -162,14 +160,19 @@ def compact(
 ) -> None:
     """Merge the candidates that were not selected into the moments and move the selected ones to the front, in place.
 
-    The selected ones end up in order of position, so that slots are positional after a prompt. Heads must have equally
-    many slots. The tokens of a block are seen from then on, and what slots receive is counted anew.
+    The selected ones end up in order of position, so that slots are positional after a prompt. Heads that own stretches
+    of a slab can have no block. The tokens of a block are seen from then on, and what slots receive is counted anew.
 
     Args: valid [B, Hkv, N] bool, N = S + T: which of the first S slots and of the block are tokens; selection: made
         over them; block: k, v [B, Hkv, T, D] and positions [B, Hkv, T] of new tokens, None for none; known: a number
         of each candidate, which becomes the memory of the selected ones, [B, Hkv, N] fp32, or None.
     """
     slots, moments = state.exact, state.moments
+    if slots.starts is not None:
+        equal = slots.equal(valid.shape[-1])
+        compact(valid, selection, block, known, LayerState(equal, state.seen, moments), spec)
+        pack(slots.starts, zip(slots.moving().values(), equal.moving().values()))
+        return
     used = valid.shape[-1] - (0 if block is None else block[0].shape[2])
     evicted = valid & ~selection.kept
     gone = moments.add(slots["keys"][:, :, :used], slots["values"][:, :, :used], evicted[..., :used])
@@ -195,41 +198,6 @@ def compact(
 def in_order(positions: Tensor, chosen: Tensor) -> Tensor:
     """Indices of the chosen candidates [B, Hkv, N] in order of position, then of the others."""
     return torch.where(chosen, positions, torch.iinfo(positions.dtype).max).argsort(dim=-1, stable=True)
-
-
-def select_slots(scores: Tensor, state: LayerState, spec: Spec) -> Selection:
-    """Which tokens stay where a layer is shrunk to its budget; heads that hold fewer lose none.
-
-    Args: scores [B, Hkv, N] of the first N slots of every head, all of those in use among them.
-    """
-    slots, num = state.exact, scores.shape[-1]
-    assert slots.positions is not None
-    positions = slots.positions if slots.starts is None else unpack([slots.positions], slots.starts, num)[0]
-    valid = torch.arange(num, device=positions.device) < slots.lengths[..., None]
-    guard = protected(positions, state.seen, spec.sinks, spec.recent)
-    if slots.starts is None:
-        return select(scores, positions, valid, guard, spec.tokens)
-    return select_each(scores, positions, valid, guard, (slots.starts.diff() - spec.spare).clamp(min=0))
-
-
-def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) -> None:
-    """Shrink every head to its budget: what leaves is merged into the moments, in place.
-
-    Heads of equally many slots keep `spec.tokens`, those of a slab `spec.spare` less than their slots. Which tokens
-    stay is the rule of `select_slots`; in which slots is not specified.
-
-    Args: scores [B, Hkv, N] as there, with N the slots of a head; kept: what it chose, None if
-        that is still to be found.
-    """
-    slots, num = state.exact, scores.shape[-1]
-    valid = torch.arange(num, device=scores.device) < slots.lengths[..., None]
-    chosen = select_slots(scores, state, spec) if kept is None else Selection(kept, kept.sum(-1))
-    if slots.starts is None:
-        compact(valid, chosen, None, None, state, spec)
-        return
-    equal = slots.equal(num)
-    compact(valid, chosen, None, None, LayerState(equal, state.seen, state.moments), spec)
-    pack(slots.starts, zip(slots.moving().values(), equal.moving().values()))
 
 
 def remember(

@@ -151,9 +151,11 @@ def check_replays(place: Place, heads: Heads, correction: str, paged: bool) -> N
     def step(of: LayerState) -> list[Tensor]:
         out = [*ops.decode_step(*new, of, rule)]
         positions = of.exact.positions if of.rows is None else of.exact.positions.index_select(0, of.rows)
-        out += ops.slot_signals(positions.contiguous(), of, rule)
-        ops.evict(scores, None, of, rule)
-        return out
+        positions = positions.contiguous()
+        valid, guard, *received = ops.slot_signals(positions, of, rule)
+        kept = ops.select(scores, positions, valid, guard, rule.tokens, backend=rule.backend)
+        ops.compact(valid, kept, None, None, of, rule)
+        return [*out, valid, guard, *received]
 
     def run() -> None:
         results[:] = step(here)

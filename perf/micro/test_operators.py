@@ -101,7 +101,9 @@ def test_evict(compared: Any, tokens: int, layer: Any) -> None:
     def run(module: Any, state: LayerState, attention: torch.Tensor) -> torch.Tensor:
         exact = state.exact
         scores = module.moment_scores(attention, exact.keys, exact.values, state.moments, states.SCALE)
-        module.evict(scores, None, state, states.spec(tokens=tokens))
+        valid = torch.ones_like(exact.positions, dtype=torch.bool)
+        chosen = module.select(scores, exact.positions, valid, ~valid, tokens)
+        module.compact(valid, chosen, None, None, state, states.spec(tokens=tokens))
         return state.moments.cross
 
     compared(make, run, reset)

@@ -16,11 +16,21 @@ import torch
 from torch import Tensor
 
 from fastkv.kernels import compact as compact_module
-from fastkv.kernels import evict as evict_module
 from fastkv.kernels import operations
 from fastkv.reference import Centroids, LayerState, Moments, Recovery, Selection, Slots
 
-from ..states import Workspace, copied, encoded, in_pages, in_slab, make_spec, make_state, splits, uninitialised_is_nan
+from ..states import (
+    Workspace,
+    best_slots,
+    copied,
+    encoded,
+    in_pages,
+    in_slab,
+    make_spec,
+    make_state,
+    splits,
+    uninitialised_is_nan,
+)  # fmt: skip
 
 BATCH, HEADS, G = 2, 2, 2
 OWNED = [[3, 9], [8, 1]]  # slots per (sequence, head)
@@ -116,18 +126,18 @@ def decoding(
     return Problem(state, call, room)
 
 
-def evicting(dim: int, ragged: bool, scan: int = 2048, rows: list[int] | None = None, **made):
+def evicting(dim: int, ragged: bool, rows: list[int] | None = None, **made):
     state = layer(dim, ragged, **made)
     state.moments.slope = torch.zeros(BATCH, HEADS, dim, dim, dtype=torch.float16)
     state = somewhere(state, rows)
     width = max(map(max, OWNED))
     scores = normal(state.batch, HEADS, width)
     spec = make_spec(tokens=width - 6, spare=6, sinks=1, recent=2)
+    with state.gathered() as own:
+        chosen = best_slots(scores, own, spec)
 
     def call(state):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(evict_module, "MAX_SCAN", scan)
-            operations.evict(scores, None, state, spec)
+        operations.compact(*chosen, None, None, state, spec)
         return ()
 
     return Problem(state, call, Workspace.for_state(HEADS * G, state))
@@ -167,7 +177,7 @@ CASES = {
     "decode-rows": lambda: decoding(2, rows=[0, 1, 3, 0], correction="centroids", parts=3),
     "vector": lambda: decoding(2, vector=True),
     "evict": lambda: evicting(80, True),
-    "evict-candidates": lambda: evicting(48, False, scan=4, dtype=torch.float16),
+    "evict-equal-slots": lambda: evicting(48, False, dtype=torch.float16),
     "evict-rows": lambda: evicting(16, True, rows=[0, 1, 3, 0]),
     "compact": lambda: compacting(48),
     "decode-int8": lambda: decoding(2, slots="int8", rows=[0, 1, 3, 0]),

@@ -92,7 +92,7 @@ class Bug:
 
 def selecting(num=600):
     positions, valid = torch.randperm(num)[None, None].int(), torch.rand(1, 1, num) > 0.05
-    select.select(scores=torch.randn(1, 1, num), positions=positions, valid=valid, tokens=num // 2, protected=~valid)
+    select.select(torch.randn(1, 1, num), positions, valid, ~valid, num // 2)
 
 
 def decoding(number, **made):

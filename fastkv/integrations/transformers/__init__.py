@@ -213,8 +213,8 @@ def _check_attention(module: Module, config: Config, where: str) -> None:
         _check_latents(module, config, where)
     elif config.needs("output"):
         modules.output_weight(module)
-    size, spare = modules.Sizes.of(module), config.evict_every
-    dims = size.key_dim, size.groups, spare, size.value_dim
+    size = modules.Sizes.of(module)
+    dims = size.key_dim, size.groups, size.value_dim
     check_backend(config.backend, size.device, size.dtype, *dims, has_latents, config.slots.name)
 
 

@@ -143,7 +143,7 @@ class FastKVLayer(CacheLayerMixin):
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raise FastKVError unless these tensors are of a kind that the backend can serve, whatever the module said."""
         config, groups, latent = self.cache.config, q.shape[1] // k.shape[1], self.cache.plan.latent
-        sizes = k.shape[-1], groups, config.evict_every, v.shape[-1], latent
+        sizes = k.shape[-1], groups, v.shape[-1], latent
         check_backend(config.backend, k.device, k.dtype, *sizes, config.slots.name)
 
     def attend_shared(self, q: Tensor, how: Attends, stock: Stock) -> Tensor:

@@ -253,9 +253,9 @@ class FastKVImpl(AttentionImpl[Batch]):
             )
         self.common = common
         config, groups = self.common.config, num_heads // self.num_kv_heads
-        sizes, device, dtype = (head_size, groups, config.evict_every), self.common.device, torch.get_default_dtype()
+        device, dtype = self.common.device, torch.get_default_dtype()
         for one in self.common.configs.values():
-            check_backend(config.backend, device, dtype, *sizes, slots=one.slots.name)
+            check_backend(config.backend, device, dtype, head_size, groups, slots=one.slots.name)
         self.pages: Tensor | None = None
         self.paged: dict[Kind, PagedLayer] = {}
 
