@@ -234,7 +234,7 @@ class Budget:
             return self.tokens
         if self.keep is not None:
             # A short prompt is never compressed below what is protected anyway.
-            return max(math.ceil(self.keep * context), self.reserved, 1)
+            return max(math.ceil(round(self.keep * context, 6)), self.reserved, 1)
         assert self.in_bytes, "quality becomes keep before a layer is allocated"
         room = self._room(num_layers, context, cost)
         average = int(cost.tokens(room / num_layers))

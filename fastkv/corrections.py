@@ -195,7 +195,7 @@ def key_only(tokens: int, reserved: int, keep: float | None, share: float) -> in
     """
     pairs = tokens * round(STEPS * share) // STEPS
     if keep is not None:
-        pairs = min(pairs, math.floor(tokens * (1 - keep) / (2 * keep)))
+        pairs = min(pairs, math.floor(round(tokens * (1 - keep) / (2 * keep), 6)))
     return 2 * max(min(pairs, tokens - max(reserved, 1)), 0)
 
 

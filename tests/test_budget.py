@@ -4,6 +4,8 @@ import pytest
 
 from fastkv import Budget
 from fastkv.budget import LayerCost
+from fastkv.config import Config
+from fastkv.reference import INT4, INT8
 
 from .models import raises
 
@@ -28,3 +30,14 @@ def test_it_cannot_be_larger_than_the_cache_it_is_smaller_than(value):
 @pytest.mark.parametrize("value", ["x", "16", "-2x", "16x ", "1/4", "0.5x"])
 def test_words_that_are_no_budget(value):
     raises(r"budget must be|must be at least 1", Budget.of, value)
+
+
+@pytest.mark.parametrize("context, tokens", [(100, 7), (10000, 700), (101, 8)])
+def test_a_share_that_floats_cannot_hold_keeps_as_many_tokens(context, tokens):
+    budget = Budget(keep=0.07, sinks=0, recent=0, heads="uniform")
+    assert budget.layer_tokens(0, 1, context, LayerCost(0, 0)) == tokens
+
+
+@pytest.mark.parametrize("times, slots", [("11.9x", INT8), ("12x", INT4)])
+def test_from_twelve_times_smaller_on_slots_have_four_bits(times, slots):
+    assert Config.make("keydiff", times, None, 16, "auto", "auto", None).coded((32,)).slots is slots

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import CompileConfig
+from transformers import CompileConfig, DynamicCache
 
 import fastkv
 
@@ -207,6 +207,7 @@ def test_captured_steps_refuse_what_they_cannot():
     model, (ids, _) = build(), prompt(2, 30, (0, 0))
     fastkv.patch(model, "momentkv", small(), static=False)
     raises("needs a cache that stays where it is", fastkv.capture_decode, model, fastkv.FastKVCache(model), 2)
+    raises("needs a FastKVCache, got DynamicCache", fastkv.capture_decode, model, DynamicCache(), 2)
     fastkv.patch(model, "momentkv", fastkv.Budget(keep=0.5, sinks=2, recent=4), static=True)
     raises("depends on its prompt, got an empty cache", fastkv.capture_decode, model, fastkv.FastKVCache(model), 2)
     cache = model(ids).past_key_values

@@ -148,3 +148,11 @@ def test_centroids_in_another_share_of_the_bytes():
     assert found[1] in (2 * found[0], 2 * found[0] + 1)
     for share in (0, 0.5, True, -8):
         raises("share must be a whole number", corrections.get, "centroids", share=share)
+
+
+def test_unequal_heads_of_a_share_of_the_prompt():
+    assert corrections.get("vector").split((30, 10), 20, 2, 0.8, [True, True]) == ((30, 5), (0, 10))
+
+
+def test_a_share_that_floats_cannot_hold_gives_as_many_keys():
+    assert corrections.key_only(1000, 0, 0.8, 0.5) == 250 and corrections.key_only(64, 0, 0.8, 0.5) == 16

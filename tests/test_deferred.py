@@ -144,7 +144,7 @@ def test_refusals(tmp_path):
     refuse("needs the whole context", prefill_block=16)
     refuse("keydiff", policy="keydiff")
     refuse("there is no calibration file", calibration=tmp_path / "missing.json")
-    refuse("model", calibration=foreign)
+    refuse("fitted to another model", calibration=foreign)
     raises("is for quality", fastkv.Budget, tokens=10, calibration=path)
     budget = fastkv.Budget(quality=0.9, calibration=path)
     raises("has no output embeddings", fastkv.patch, model.model, "snapkv", budget)

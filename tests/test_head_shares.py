@@ -58,7 +58,8 @@ def test_a_share_of_the_text_is_a_share(keep):
 def test_all_tokens_are_dealt_and_none_twice(heads, reserved, more, context, weighted):
     """The total is met to a token, every head has what is protected, and none more than there is."""
     average = reserved + more
-    layers = tuple(1 + 0.1 * layer for layer in range(len(heads))) if weighted and more > reserved else None
+    steep = [1.95 - 1.9 * layer / max(len(heads) - 1, 1) for layer in range(len(heads))]  # PyramidKV's
+    layers = tuple(steep) if weighted and more > reserved else None
     found = shares_of(heads=tuple(heads)).tokens_of(average, context, reserved, layers)
     flat = [number for layer in found for number in layer]
     assert [len(layer) for layer in found] == heads and sum(flat) == average * sum(heads)
@@ -69,6 +70,15 @@ def test_all_tokens_are_dealt_and_none_twice(heads, reserved, more, context, wei
         assert set(flat) == {average}
 
 
+def test_heads_that_keep_all_there_is_leave_the_rest_to_the_others():
+    """Most heads have nearly all of the text, and what the first layers may not take is much."""
+    heads = (2,) * 30
+    steep = tuple(1.95 - 1.9 * layer / 29 for layer in range(30))
+    for context, average in ((1000, 990), (1100, 1089), (200, 180)):
+        flat = [number for layer in shares_of(heads=heads).tokens_of(average, context, 36, steep) for number in layer]
+        assert max(flat) <= context and sum(flat) == 60 * average
+
+
 def test_a_text_that_fits_is_kept_by_all_heads():
     assert shares_of().tokens_of(200, 200, 4) == ((200,) * HEADS,) * LAYERS
     assert shares_of().tokens_of(200, 201, 4) != ((200,) * HEADS,) * LAYERS
@@ -77,7 +87,7 @@ def test_a_text_that_fits_is_kept_by_all_heads():
 def test_layers_share_as_they_are_told_and_heads_within_them():
     weights = (1.0, 2.0, 3.0, 4.0)
     found = shares_of().tokens_of(200, 1000, 0, weights)
-    assert [sum(layer) for layer in found] == pytest.approx([160 * weight for weight in weights], abs=30)
+    assert [sum(layer) for layer in found] == [160 * weight for weight in weights]
     wanted = shares_of().shares(0.2)
     assert all((row[0] > row[1]) == (layer[0] > layer[1]) for layer, row in zip(found, wanted.tolist()))
 

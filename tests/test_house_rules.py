@@ -245,6 +245,7 @@ def test_importing_changes_no_global_state(tmp_path):
 
 def test_every_seeded_bug_has_its_place():
     """A bug whose code has moved would be seeded nowhere; its tests are there, too."""
+    assert len(set(mutations.MUTATIONS)) == len(mutations.MUTATIONS)
     for one in mutations.MUTATIONS:
         assert (PACKAGE / one.file).read_text().count(one.original) == 1, one.what
         for test in one.tests:

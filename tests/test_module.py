@@ -409,3 +409,65 @@ def test_of_equal_scores_heads_keep_the_same_tokens():
     layer = FastKVAttention(4, 2, 16, Alike(), Budget(tokens=12, sinks=1, recent=1, heads="adaptive"))
     layer(torch.randn(1, 4, 40, 16), torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16))
     assert layer.state.exact.lengths.tolist() == [[12, 12]]
+
+
+OPTIONS = {"scale": {"scale": 0.7}, "softcap": {"softcap": 3.0}, "sinks": {"sink_logits": torch.linspace(-2, 2, HQ)}}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_of_attention_hold_from_the_first_prompt_on(option):
+    """Also without a mask, where torch's own attention reads a first prompt if it can."""
+    given, room = OPTIONS[option], Budget(tokens=80, sinks=2, recent=4)
+    module, (q, k, v) = fresh("keydiff", room, **given), tokens(34, dtype=torch.float64)
+    outs = [module(*(rows[:, :, :30] for rows in (q, k, v)))]
+    outs += [module(*(rows[:, :, at : at + 1] for rows in (q, k, v))) for at in range(30, 34)]
+    k, v = (rows.repeat_interleave(HQ // HKV, 1) for rows in (k, v))
+    logits = given.get("scale", D**-0.5) * q @ k.mT
+    logits = logits if option != "softcap" else 3.0 * torch.tanh(logits / 3.0)
+    weights = torch.where(torch.ones(34, 34).tril().bool(), logits.exp(), 0.0)
+    sunk = given["sink_logits"].double().exp()[:, None, None] if option == "sinks" else 0.0
+    torch.testing.assert_close(torch.cat(outs, 2), weights / (weights.sum(-1, keepdim=True) + sunk) @ v)
+
+
+def test_the_default_policy_is_one_that_a_layer_can_have():
+    found = [FastKVAttention(HQ, HKV, D, rotary=one).config.policy.name for one in (None, rotary())]
+    assert found == ["momentkv", "fastkv"]
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_what_padding_holds_is_read_by_nobody(backend):
+    """A row is compressed as by itself, whatever queries, keys and values of its padding are."""
+    q, k, v = tokens(40)
+    mask = torch.arange(40) < torch.tensor([[40], [27]])
+    hidden = [rows.masked_fill(~mask[:, None, :, None], torch.nan) for rows in (q, k, v)]
+    padded, alone = fresh("h2o", backend=backend), fresh("h2o", backend=backend)
+    padded(*hidden, mask)
+    alone(*(rows[1:, :, :27] for rows in (q, k, v)))
+    for name in ("positions", "memory"):
+        torch.testing.assert_close(padded.state.exact[name][-1], alone.state.exact[name][-1])
+
+
+def test_h2o_counts_what_tokens_received_before_another_prompt():
+    """Between two prompts fewer tokens were generated than an eviction waits for."""
+    module, (q, k, v) = fresh("h2o", Budget(tokens=64, sinks=0, recent=0), evict_every=16), tokens(38)
+    for start, end in ((0, 20), *((at, at + 1) for at in range(20, 30)), (30, 38)):
+        module(*(rows[:, :, start:end] for rows in (q, k, v)))
+    logits = D**-0.5 * q.double() @ k.double().repeat_interleave(HQ // HKV, 1).mT
+    weights = logits.masked_fill(torch.ones(38, 38).triu(1).bool(), -torch.inf).softmax(-1)
+    received = weights.sum(2).unflatten(1, (HKV, -1)).mean(2)
+    stored = module.state.exact["memory"][:, :, :38]
+    torch.testing.assert_close(stored.double(), received, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["h2o", "compactor"])
+def test_of_tokens_to_come_nothing_is_known_where_some_heads_keep_keys_alone(name):
+    """Slots that are free hold no other token's score."""
+    known = mapping()
+    known = VectorMap(known.weights, {0: torch.tensor([0.9, 0.1]).double()}, 0.5, fingerprint="", model="", tokens=1)
+    module = fresh(name, Budget(tokens=24, sinks=2, recent=4), correction="vector", vector=known, rotary=rotary())
+    module(*tokens(60))
+    slots = module.state.exact
+    assert slots.starts is not None
+    for row, starts, lengths in zip(slots.memory, slots.starts, slots.lengths):
+        for start, end, used in zip(starts, starts[1:], lengths):
+            assert not row[start + used : end].any() and row[start : start + used].any()

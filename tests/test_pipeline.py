@@ -64,9 +64,22 @@ def test_a_plain_prompt(parts):
     assert both == [{"generated_text": want}] * 2
 
 
+def test_an_answer_ends_where_the_model_says(parts, monkeypatch):
+    model, tokenizer, _ = parts
+    ids = tokenizer("the river and the hill", return_tensors="pt").input_ids
+    cache = reading.read(model, ids)
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    (whole,) = answers(model, tokenizer, cache, ids, [[9]], 6)
+    assert len(whole) == 6
+    for told in (whole[3], [0, whole[3]]):
+        monkeypatch.setattr(model.generation_config, "eos_token_id", told)
+        assert answers(model, tokenizer, cache, ids, [[9]], 6) == [whole[: whole.index(whole[3])]]
+
+
 def test_a_chat_template_holds_context_and_question(parts):
     tokenizer = load()[1]
-    tokenizer.chat_template = "user : {{ messages[0]['content'] }} . answer :"
+    begins = "{% if add_generation_prompt %} answer :{% endif %}"
+    tokenizer.chat_template = "user : {{ messages[0]['content'] }} ." + begins
     ask = made((parts[0], tokenizer), policy="streaming", budget=64)
     found = ask.preprocess("the river", ["what", "who"])
     texts = [tokenizer.decode([*found["ids"][0], *row]) for row in found["questions"]]

@@ -66,6 +66,15 @@ REFUSED = {
     ],
 }
 DEFAULTS = {
+    "snapkv": {"window": 32, "pool": 7},
+    "criticalkv": {"epsilon": 1e-4, "first": 0.5},
+    "fastkv": {"horizon": 512},
+    "fastkv-reread": {"horizon": 512},
+    "leverage": {"sketch": 64, "method": "cholesky"},
+    "noncausal": {"chunk": 256, "pool": 3, "scaled": False},
+    "momentkv": {"window": 32, "chunk": 4, "rounds": 1, "informed": True},
+    "keydiff": {"anchor": "mean", "distance": "cosine", "sliding_window": 0.0},
+    "attention-matching": {"chunk": 2048},
     "manifold": {"window": None},
     "manifold-windowed": {"window": 4096},
     "compactor": {

@@ -131,6 +131,9 @@ class Process:
         self.barrier.wait()
         return whole
 
+    def own(self, whole):
+        return whole.chunk(len(self.parts), 1)[self.rank]
+
 
 @every_policy
 def test_heads_split_between_processes_score_as_on_one(policy):
@@ -160,6 +163,20 @@ def test_tova_is_the_mean_over_all_heads_and_keeps_the_same_tokens_in_each():
 
     agree(signals, scores, expected)
     assert all(heads == [heads[0]] * HEADS for heads in kept(scores, signals))
+
+
+def test_tova_averages_over_the_heads_that_hold_a_token():
+    signals = make()
+    few = signals.valid & (signals.positions % 3 != torch.arange(HEADS)[:, None])
+    signals = changed(signals, valid=few)
+    scores = TOVA().score(signals)
+
+    def expected(row, head):
+        each = [by_position(signals, row, other, signals.attention) for other in range(HEADS)]
+        held = {place: [one[place] for one in each if place in one] for place in each[head]}
+        return {place: sum(found) / len(found) for place, found in held.items()}
+
+    agree(signals, scores, expected)
 
 
 @pytest.mark.parametrize("blocks", [[17], [5, 1, 8, 3], [1] * 17], ids=["whole", "blocks", "tokens"])

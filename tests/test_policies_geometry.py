@@ -5,6 +5,7 @@ Brute force is one token at a time in float64, over the valid tokens of one head
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -183,7 +184,7 @@ def brute_noncausal(policy, signals, b, h, index):
                     q = signals.queries[b, h * groups + g, i - start].double()
                     scale = signals.layer.scale if policy.scaled else 1.0
                     logits = [scale * float(q @ signals.keys[b, h, j].double()) for j in members]
-                    if signals.layer.softcap is not None:
+                    if policy.scaled and signals.layer.softcap is not None:
                         logits = [signals.layer.softcap * math.tanh(x / signals.layer.softcap) for x in logits]
                     total = sum(math.exp(x) for x in logits)
                     for j, x in zip(members, logits):
@@ -219,12 +220,13 @@ def test_score_and_kept_set_equal_brute_force(policy, decoding, seed):
         assert kept(got, signals, tokens) == brute_kept(expected, signals, tokens)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("policy", [NonCausal(chunk=4, pool=3), Compactor(chunk=4)], ids=lambda p: p.name)
-def test_softcap_reaches_the_attention(policy):
-    signals = changed(made(), softcap=0.5)
+def test_softcap_reaches_scaled_attention(policy, scaled):
+    policy, signals = replace(policy, scaled=scaled), changed(made(), softcap=0.5)
     expected = brute(policy, signals)
     torch.testing.assert_close(torch.where(signals.valid, scored(policy, signals), 0), expected.float())
-    assert not torch.allclose(expected, brute(policy, made()))
+    assert torch.allclose(expected, brute(policy, made())) != scaled
 
 
 @each_policy

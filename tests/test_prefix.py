@@ -80,6 +80,7 @@ def test_refusals_change_nothing():
         ("layer 0 of the DynamicCache does not hold", short, {}),
         (r"attention_mask must have shape \[1, 60\]", cache, {"attention_mask": torch.ones(1, 59)}),
         ("smaller than sinks", cache, {"budget": 8}),
+        (r"Budget\(quality=...\) looks at queries", cache, {"budget": Budget(quality=0.9)}),
     ]
     for message, given, options in wrong:
         raises(message, fastkv.compress, given, model, **{"budget": small(), **options})

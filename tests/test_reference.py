@@ -176,11 +176,23 @@ def test_leverage_sums_to_the_rank_in_fp32_and_ignores_invertible_maps(method):
     for sketch_dim in (None, 16):
         score = leverage_scores(keys.float(), sketch_dim, method)
         assert score.dtype == torch.float32 and score.isfinite().all()
-        assert (score[:, 0] == 0).all() and 0 <= score.min() and score.max() <= 1 + 1e-3
-        torch.testing.assert_close(score.sum(-1)[0], torch.arange(4.0), atol=1e-2, rtol=0)
+        assert (score[:, 0] == 0).all() and 0 <= score.min() and score.max() <= 1 + 1e-5
+        torch.testing.assert_close(score.sum(-1)[0], torch.arange(4.0), atol=1e-4, rtol=0)
     turned = keys @ (randn(32, 32, seed=3) + 8 * torch.eye(32, dtype=F64))
     one, other = (leverage_scores(rows, None, method) for rows in (keys, turned))
-    torch.testing.assert_close(one, other, atol=2e-3 if method in ("cholesky", "srht") else 1e-4, rtol=0)
+    torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("method", ["qr", "svd", "eig"])
+def test_leverage_of_many_keys_has_all_directions_and_ignores_padding(method):
+    """Small directions count, however many keys there are; and masked keys do not."""
+    keys = (randn(1, 1, 20000, 16) * torch.logspace(-3, 0, 16, dtype=F64)).float()
+    score = leverage_scores(keys, None, method)
+    torch.testing.assert_close(score.sum(-1), torch.full((1, 1), 16.0), atol=1e-3, rtol=0)
+    padded = torch.cat([keys[:, :, :300], torch.full_like(keys[:, :, 300:], torch.nan)], 2)
+    mask = (torch.arange(20000) < 300).expand(1, 1, -1)
+    alone = leverage_scores(keys[:, :, :300], None, method)
+    torch.testing.assert_close(leverage_scores(padded, None, method, mask=mask)[:, :, :300], alone)
 
 
 def test_eigenvectors_of_the_gram_matrix_give_what_an_svd_of_the_keys_gives():
@@ -201,7 +213,7 @@ def test_sketch_is_seeded_and_preserves_norms():
     for kind in ("gaussian", "srht"):
         drawn = [sketch_matrix(24, 16, torch.Generator().manual_seed(seed), kind=kind) for seed in range(400)]
         mean = sum(phi @ phi.T for phi in drawn) / 400  # E[Phi Phi^T] = I over the draw
-        torch.testing.assert_close(mean, torch.eye(24), atol=0.12, rtol=0)
+        torch.testing.assert_close(mean, torch.eye(24), atol=0.06, rtol=0)
 
 
 KEYS = randn(1, 2, 4, 8)

@@ -149,7 +149,7 @@ READERS = {
     "saved cache": lambda path, model: fastkv.FastKVCache.load(path, model),
     "vector map": lambda path, model: VectorMap.load(path, model.config),
     "quality curve": lambda path, model: QualityCurve.load(path, model.config, "keydiff"),
-    "vector argument": lambda path, model: fastkv.patch(model, "keydiff", 20, correction="vector", vector=path),
+    "vector argument": lambda path, model: fastkv.patch(model, "keydiff", 64, correction="vector", vector=path),
     "calibration": lambda path, model: fastkv.patch(model, "keydiff", fastkv.Budget(quality=0.9, calibration=path)),
     "pattern": lambda path, model: fastkv.policies.get("duoattention", pattern=str(path)).check([2, 2, 2, 2]),
 }
@@ -161,7 +161,7 @@ def test_files_are_refused_and_never_run(reader, bomb):
     assert len(files) == 5
     model = fastkv.patch(build(), budget=fastkv.Budget(tokens=20, sinks=2, recent=4))
     for path in files:
-        raises(".", READERS[reader], path, model)
+        raises(path.name, READERS[reader], path, model)
         assert not exploded.exists(), path.name
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .. import ops
 from ..policies import Signals
@@ -75,6 +76,9 @@ def place(slots: Slots, signals: Signals, chosen: Tensor, width: int) -> None:
             continue
         spread = index if rows.ndim == 3 else index[..., None].expand(-1, -1, -1, rows.shape[-1])
         taken = rows.gather(2, spread).to(slab.dtype)
+        if name == "memory":  # of tokens to come nothing is known; `pack` repeats the last row
+            known = torch.arange(width, device=index.device) < chosen.sum(-1, keepdim=True)
+            taken = pad(torch.where(known, taken, 0), (0, int(slots.starts is not None)))
         if slots.starts is None:
             slab[:, :, :width] = taken
         else:

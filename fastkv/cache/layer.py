@@ -176,6 +176,8 @@ class LayerCache:
         self.accept()
         state, rule = self._held()
         k, v = without_padding(k, valid), without_padding(v, valid)
+        if rule.config.needs("attention"):  # NaN, too, times the weight 0 of padding is NaN
+            q = without_padding(q, valid)
         first, self.started = not self.started, True
         if first and stock is not None:
             out, mass = stock(), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .. import ops
 from ..policies import LayerFacts, Reread, Signals
@@ -137,4 +138,7 @@ def observe(signals: Signals, q: Tensor, state: LayerState, rule: LayerConfig, m
         bias=state.exact.biases(signals.keys.shape[2]),
         backend=spec.backend,
     )
+    if rule.config.policy.observation is None and state.exact.attention is not None:  # and what slots received before
+        before, queried = joined(*(slots["attention"] for slots in state.tiers.values())), queried.clamp(min=1)
+        attention = attention + pad(before, (0, attention.shape[-1] - before.shape[-1])) / queried
     return replace(signals, attention=attention, queried=queried)

@@ -338,13 +338,23 @@ def _tokens_of(
     floor = max(int(FLOOR * average), reserved, 1)
     most = float(context) if context > average else math.inf  # no head holds more than there is
     rest = (wanted - floor).clamp(min=1e-6, max=most - floor)
-    for _ in range(20):  # what a clamp takes or gives is shared out again
-        rest = (rest * ((total - floor * len(rest)) / rest.sum().clamp(min=1e-9))).clamp(max=most - floor)
+    rest = _scaled(rest, total - floor * len(rest), most - floor)
     # Cumulative rounding: the total is met to a token.
     ends = (floor * torch.arange(1, len(rest) + 1) + rest.cumsum(0)).round().long()
     ends[-1] = total
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return tuple(tuple(counts.pop(0) for _ in range(heads)) for heads in shares.heads)
+
+
+def _scaled(rest: Tensor, total: float, most: float) -> Tensor:
+    """min(factor * rest, most), of the factor with which they add up to `total`, at most most * len(rest)."""
+    low, high = 0.0, total / float(rest.sum())
+    while float((high * rest).clamp(max=most).sum()) < total * (1 - 1e-12):
+        low, high = high, 2 * high
+    for _ in range(100 if low else 0):
+        middle = (low + high) / 2
+        low, high = (low, middle) if float((middle * rest).clamp(max=most).sum()) >= total else (middle, high)
+    return (high * rest).clamp(max=most)
 
 
 def weights_digest(model: Any) -> str:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import max_pool1d, normalize
+from torch.nn.functional import max_pool1d, normalize, pad
 
 from .. import ops
 from ..errors import FastKVError
-from ..reference import check_pool, compute_dtype, in_order, position_order
+from ..reference import check_pool, compute_dtype, position_order
 from ..reference.attention import masked_softmax
 from .base import Policy, Shares, Signals, check_at_least
 
@@ -72,7 +72,8 @@ class PyramidKV(SnapKV):
 
 @dataclass(frozen=True)
 class TOVA(Policy):
-    """Attention row of the last query, averaged over all heads of the layer; every KV head keeps the same tokens.
+    """Attention row of the last query, averaged over the heads of the layer that hold the token. KV heads of equal
+    budgets keep the same tokens, as in the paper.
 
     Source: TOVA, Oren et al. 2024, arXiv:2401.06104. While decoding, the row is the mean over the queries since the
     last eviction, so `evict_every=1` is the paper's algorithm. The paper protects nothing: `Budget(sinks=0, recent=0)`.
@@ -86,11 +87,17 @@ class TOVA(Policy):
     def score(self, signals: Signals) -> Tensor:
         """Mean attention over the heads, [B, Hkv, N] fp32, the same for a token in all of them."""
         assert signals.attention is not None
-        # A token may sit in another slot in another head: put the heads in order of position before averaging.
-        order = in_order(signals.positions, signals.valid)
-        weights = signals.attention.gather(-1, order)
-        mean = signals.layer.parallel.gather(weights).mean(1, keepdim=True).expand_as(weights)
-        return torch.empty_like(weights).scatter_(-1, order, mean)
+        parallel = signals.layer.parallel
+        # A token may sit in another slot in another head, or in none: add up what has the same position.
+        weights, valid = parallel.gather(signals.attention), parallel.gather(signals.valid)
+        places = torch.where(valid, parallel.gather(signals.positions), torch.iinfo(torch.int32).max).flatten(1)
+        ordered, order = places.sort(-1)
+        token = pad((ordered.diff(dim=-1) != 0).long(), (1, 0)).cumsum(-1)
+        totals = weights.new_zeros(2, *places.shape)
+        for total, part in zip(totals, (weights.flatten(1), torch.ones_like(weights).flatten(1))):
+            total.scatter_add_(-1, token, part.gather(-1, order))
+        mean = (totals[0] / totals[1].clamp(min=1)).gather(-1, token)
+        return parallel.own(torch.empty_like(mean).scatter_(-1, order, mean).view_as(weights))
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,8 @@ class H2O(Policy):
     prompt blocks and generated tokens; it starts with the queries that see the token first.
 
     Args:
-        recent: share of the budget that goes to the most recent tokens, in [0, 1]; half in the paper.
+        recent: share of the budget, the mean of the layer's heads, that goes to the most recent tokens, in [0, 1]; half
+            in the paper. The head that keeps fewest tokens limits it.
     """
 
     name = "h2o"

@@ -150,8 +150,9 @@ class FixedHeads(Protocol):
 class Shares(NamedTuple):
     """What a policy says about the budget.
 
-    Attributes: layers: shares of layers where the budget says "uniform"; None for none.  recent: share of the budget
-        that goes to the most recent tokens, whatever their score.  heads: what each head keeps, None for the budget's.
+    Attributes: layers: shares of layers where the budget says "uniform"; None for none.  recent: share of the mean
+        budget of a layer's heads that goes to the most recent tokens, whatever their score; a head that keeps less
+        than that, and with it all heads, has as many as fit.  heads: what each head keeps, None for the budget's.
     """
 
     layers: str | None = None

@@ -30,7 +30,8 @@ class NonCausal(Policy):
     Args:
         chunk: tokens that attend to each other.
         pool: odd width of the mean pooling; the paper names none.
-        scaled: whether logits are multiplied by the layer's own scale.
+        scaled: whether logits are multiplied by the layer's own scale, then bent by its soft-cap and joined by its
+            sinks.
         values_first: whether the length of the values is pooled with the attention; else each token's own length
             multiplies what was pooled.
     """
@@ -55,16 +56,12 @@ class NonCausal(Policy):
         start = signals.keys.shape[2] - signals.queries.shape[2]
         valid = signals.valid[:, :, start:].contiguous()
         keys, positions = signals.keys[:, :, start:], signals.positions[:, :, start:]
-        mass = ops.noncausal_attention_mass(
-            signals.queries,
-            keys,
-            signals.layer.scale if self.scaled else 1.0,
-            self.chunk,
-            softcap=signals.layer.softcap,
-            mask=valid,
-            sink_logits=signals.layer.sink_logits,
-            backend=signals.layer.backend,
-        )
+        layer = signals.layer
+        # A soft-cap and sinks belong to scaled logits.
+        scale, softcap, sinks = (layer.scale, layer.softcap, layer.sink_logits) if self.scaled else (1.0, None, None)
+        given = signals.queries, keys, scale, self.chunk
+        rest = {"softcap": softcap, "sink_logits": sinks, "mask": valid, "backend": layer.backend}
+        mass = ops.noncausal_attention_mass(*given, **rest)
         length = torch.linalg.vector_norm(signals.values[:, :, start:].float(), dim=-1)
         first, last = (length, 1.0) if self.values_first else (1.0, length)
         score = (neighbour_mean(mass * first, self.pool, positions, valid) * last).float()

@@ -24,8 +24,9 @@ class ExpectedAttention(Policy):
     Source: Expected Attention, Devoto et al. 2025, arXiv:2510.00636, Sec. 3. Queries are assumed to be Gaussian;
     E exp(s Q.k) then has this closed form. The mean q and the covariance C are those of the block's queries before the
     rotary embedding, turned by the mean rotation of the positions to come. As in kvpress, |v| stands for |W_o v|. A
-    soft cap and learned sinks are ignored. Every block scores all candidates anew. Queries of generated tokens are not
-    kept; these tokens get the mean score of the others.
+    soft cap and learned sinks are ignored; the first tokens take part in the softmax, from which kvpress leaves them
+    out. Every block scores all candidates anew. Queries of generated tokens are not kept; these tokens get the mean
+    score of the others.
 
     Args:
         horizon: number of future positions over which the rotation is averaged.

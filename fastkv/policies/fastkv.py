@@ -20,14 +20,14 @@ class FastKV(Policy):
 
     Source: fastkv's own sum of two published scores. With s the layer's scale, k the keys and v the values,
 
-        E = log(mean over the group of E_q[exp(s q.k)] |v|)   Expected Attention (arXiv:2510.00636), without its epsilon
+        E = log(mean over the group of softmax(log E_q[exp(s q.k)]) |v|)   Expected Attention (arXiv:2510.00636)
         K = -cos(mean of unit keys, k), before the rotary embedding           KeyDiff (arXiv:2504.15364)
 
-    E knows what most queries read, K what stands out whatever they read. Neither computes attention: statistics of the
-    queries and the keys are all they need. A prompt is read once, whole or in blocks; each block's queries judge all
-    tokens anew. Between generated tokens, whose queries nobody keeps, E is what it was after the prompt, and of
-    generated tokens the mean of the others. Of the evicted tokens a head keeps centroids, in a sixteenth of the bytes
-    of its pairs.
+    E is without the epsilon of its paper. It knows what most queries read, K what stands out whatever they read. No
+    attention is computed: statistics of the queries and the keys are all they need. A prompt is read once, whole or in
+    blocks; each block's queries judge all tokens anew. Between generated tokens, whose queries nobody keeps, E is what
+    it was after the prompt, and of generated tokens the mean of the others. Of the evicted tokens a head keeps
+    centroids, in a sixteenth of the bytes of its pairs.
 
     Args:
         horizon: positions to come, over which E averages the rotation.

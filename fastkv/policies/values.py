@@ -24,7 +24,8 @@ class MomentKV(Policy):
     Source: MomentKV, arXiv:2606.01563, Eq. 10 and Sec. 5.1: observation window of the last 32 queries, the first token
     kept as a sink, adjacent tokens scored in chunks of 4 while the prompt is read, budget shared between the heads of a
     layer. While decoding, alpha is the mean since the last eviction. Before anything is evicted, r_j = v_j. Its Alg. 1
-    evicts one token at a time and scores the others anew; `rounds` do so with a share of a whole prompt's tokens.
+    evicts one token at a time and scores the others anew; `rounds` do so with a share of a whole prompt's tokens. The
+    softmax of alpha is over all tokens, the evicted ones with their estimated mass; in Alg. 1 over the kept ones alone.
 
     With `patch(model, policy, budget, evict_every=..., correction=...)`, the paper's experiments are
 
@@ -105,7 +106,7 @@ class CriticalKV(Policy):
     Args:
         base: the policy that scores stage one, or its name; all that it asks for is passed on.
         epsilon: added to the base score in stage two.
-        first: share of the budget that stage one fills, in [0, 1].
+        first: share of the budget, the mean of the layer's heads, that stage one fills, in [0, 1].
     """
 
     name = "criticalkv"

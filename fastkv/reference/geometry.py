@@ -101,31 +101,32 @@ def sketch_matrix(
 
 
 def _orthonormal_row_norms(rows: Tensor, method: str) -> Tensor:
-    """Squared row norms of an orthonormal basis of the column space of `rows` [..., N, k]; rank may be below k."""
-    if method == "cholesky":
-        # The Gram matrix squares the condition number, hence float64, and a ridge for directions without any key.
-        wide = rows.double()
+    """Squared row norms of an orthonormal basis of the column space of `rows` [..., N, k]; rank may be below k.
+
+    In float64: a Gram matrix squares the condition number. Directions that rounding of the rows makes do not count.
+    """
+    wide = rows.double()
+    if method == "cholesky":  # a ridge for directions without any key
         gram = wide.transpose(-1, -2) @ wide
         ridge = RIDGE * gram.diagonal(dim1=-2, dim2=-1).mean(-1) + torch.finfo(torch.float32).tiny
         gram.diagonal(dim1=-2, dim2=-1).add_(ridge[..., None])
         factor = torch.linalg.cholesky_ex(gram, check_errors=False).L
         basis = torch.linalg.solve_triangular(factor, wide.transpose(-1, -2), upper=False)
         return basis.square().sum(-2).to(rows.dtype)
-    finite = rows.isfinite().all(-1).all(-1)[..., None]
-    rows = torch.where(finite[..., None], rows, 0)  # these refuse a whole batch for one NaN in it
-    if method == "eig":
-        wide = rows.double()  # the Gram matrix squares singular values; in fp32 the paper has to clamp the small ones
+    finite = wide.isfinite().all(-1).all(-1)[..., None]
+    wide = torch.where(finite[..., None], wide, 0)  # these refuse a whole batch for one NaN in it
+    if method == "eig":  # in fp32 the paper has to clamp small values
         energy, basis = torch.linalg.eigh(wide.transpose(-1, -2) @ wide)
         size = energy.clamp(min=torch.finfo(energy.dtype).tiny).sqrt()  # rounding may make them negative
         basis = wide @ (basis / size[..., None, :])
     elif method == "qr":
         # Without pivoting Q spans more than the columns if they are dependent; the small R says which part counts.
-        basis, corner = torch.linalg.qr(rows)
+        basis, corner = torch.linalg.qr(wide)
         left, size, _ = torch.linalg.svd(corner, full_matrices=False)
         basis = basis @ left
     else:
-        basis, size, _ = torch.linalg.svd(rows, full_matrices=False)
-    least = size.amax(-1, keepdim=True) * (torch.finfo(rows.dtype).eps * max(rows.shape[-2:]))
+        basis, size, _ = torch.linalg.svd(wide, full_matrices=False)
+    least = size.amax(-1, keepdim=True) * (torch.finfo(rows.dtype).eps * rows.shape[-1])
     score = torch.where((size > least)[..., None, :], basis, 0).square().sum(-1)
     return torch.where(finite, score.to(rows.dtype), torch.nan)
 

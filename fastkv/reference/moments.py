@@ -244,7 +244,7 @@ def moment_estimate(
 def moment_residual(keys: Tensor, values: Tensor, moments: Moments, scale: float) -> Tensor:
     """How badly the moments predict each token's value: |v - v_mean - (scale / n) S^T k| (MomentKV Eq. 10).
 
-    The key is not centred, as in the paper. For an empty set this is |v|.
+    The key is not centred, as in the paper, and a soft-cap of logits is ignored. For an empty set this is |v|.
 
     Args: keys [B, Hkv, N, Dk], values [B, Hkv, N, Dv].  Returns: [B, Hkv, N].
     """
