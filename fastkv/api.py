@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from . import config as settings
+from .backend import Parallel
 from .budget import Budget
 from .cache import prefill
 from .cache.layout import Attends
+from .calibration import kv_shapes
 from .calibration.fits import VectorMap
 from .config import Config
 from .corrections import Correction
@@ -33,6 +35,7 @@ from .policies import Policy, get
 
 FROM_CACHE = "keydiff"  # of the policies that look at keys and values alone, the one that answers best
 FROM_KEYS = frozenset({"pre_rope", "rotary", "query_statistics"})  # signals that a cache and a file can give
+GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "return_dict_in_generate": False}  # of `generate`
 Model = TypeVar("Model", bound=Module)
 
 
@@ -86,7 +89,7 @@ def patch(
     """
     block: Any = prefill.ELSEWHERE if prefill_block == "auto" else prefill_block
     rest = budget, block, evict_every, correction, backend, static, slots
-    config = Config.make(policy or settings.POLICY, *rest)
+    config = Config.make(settings.POLICY if policy is None else policy, *rest)
     modules = engine.check(model, config)
     otherwise = Config.make(settings.WITHOUT_ROTARY, *rest) if policy is None else None
     config = engine.with_rotations(config, model, modules, otherwise).coded(*engine.sizes(modules))
@@ -102,6 +105,8 @@ def patch(
 
 def unpatch(model: Model) -> Model:
     """Undo `patch` exactly, in place; a model that is not patched is returned as it is."""
+    if not isinstance(model, Module):
+        raise FastKVError(f"unpatch needs a model, got {type(model).__name__}")
     engine.detach(model)
     return model
 
@@ -174,10 +179,11 @@ def _valid(mask: Tensor | None, keys: Tensor) -> Tensor:
     shape = keys.shape[0], keys.shape[2]
     if mask is None:
         return torch.ones(shape, dtype=torch.bool, device=keys.device)
-    if mask.shape != shape:
+    if not isinstance(mask, Tensor) or mask.shape != shape:
+        got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise FastKVError(
-            f"attention_mask must have shape {list(shape)}, one number for each token of the cache, got "
-            f"{list(mask.shape)}; pass the mask that the prefix was read with"
+            f"attention_mask must have shape {list(shape)}, one number for each token of the cache, got {got}; pass "
+            "the mask that the prefix was read with"
         )
     return mask.to(keys.device, torch.bool)
 
@@ -199,13 +205,22 @@ def _pairs(cache: Any, model: Any) -> list[tuple[Tensor, Tensor]]:
             "model(ids, use_cache=True).past_key_values is without fastkv"
         )
     num = int(cache.get_seq_length())
-    found = []
+    found, attentions = [], engine.modules.attentions(model)
+    shapes, processes = kv_shapes(model.config.get_text_config(decoder=True)), Parallel.of(model).size
     for index, layer in enumerate(held):
         k, v = (getattr(layer, part, None) for part in ("keys", "values"))  # of some caches there are none
         if not num or not all(isinstance(part, Tensor) and part.ndim == 4 and part.shape[2] >= num for part in (k, v)):
             raise FastKVError(
                 f"layer {index} of the {name} does not hold keys and values of all {num} tokens; fill the cache, and "
                 "use one that evicts, quantises and offloads nothing"
+            )
+        size = engine.modules.Sizes.of(attentions[index])
+        wanted = shapes[index][0] // processes, size.key_dim, size.value_dim
+        got = layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]
+        if got != wanted:
+            raise FastKVError(
+                f"layer {index} of the {name} has KV heads and numbers of their keys and values of {got}, this model "
+                f"of {wanted}; use the model that filled it"
             )
         found.append((layer.keys[:, :, :num], layer.values[:, :, :num]))
     return found
@@ -227,13 +242,13 @@ def answers(
         streamer: of `generate`; gets a token of every question at each step.
     """
     num, most = len(questions), max(map(len, questions))
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    pad = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
     rows = torch.tensor([[pad] * (most - len(one)) + [*one] for one in questions])
     mask = torch.tensor([[0] * (most - len(one)) + [1] * len(one) for one in questions])
     prompts = torch.cat([seen.expand(num, -1).to(model.device), rows.to(model.device)], 1)
     mask = torch.cat([torch.ones_like(prompts[:, : seen.shape[1]]), mask.to(model.device)], 1)
-    how = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": pad}
-    written = model.generate(prompts, attention_mask=mask, **{CACHE: forked(cache, num)}, streamer=streamer, **how)
+    how = {CACHE: forked(cache, num), "max_new_tokens": tokens, "pad_token_id": pad} | GREEDY
+    written = model.generate(prompts, attention_mask=mask, streamer=streamer, **how)
     ends = ends_of(model)
     return [list(takewhile(lambda one: one not in ends, row)) for row in written[:, prompts.shape[1] :].tolist()]
 

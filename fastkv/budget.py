@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 
 from .calibration import HeadShares
@@ -124,6 +125,8 @@ class Budget:
             raise FastKVError(
                 "Budget calibration is for quality=..., got none; give a quality or leave calibration out"
             )
+        if self.calibration is not None and not isinstance(self.calibration, (str, PathLike)):
+            raise FastKVError(f"Budget calibration must be a file, got {self.calibration!r}; pass its path")
         if self.tokens is not None and self.tokens < self.reserved:
             raise FastKVError(
                 f"a budget of {self.tokens} tokens is smaller than sinks + recent = {self.sinks} + {self.recent}; "
@@ -135,7 +138,7 @@ class Budget:
                     f"Budget layers must be 'uniform', 'pyramid' or a list of weights, got {self.layers!r}"
                 )
         else:
-            weights = tuple(self.layers)
+            weights = tuple(self.layers) if isinstance(self.layers, Iterable) else ()
             if not weights or not all(is_number(weight) and weight > 0 for weight in weights):
                 raise FastKVError(f"Budget layers must list positive weights, got {self.layers!r}; one per layer")
             object.__setattr__(self, "layers", weights)

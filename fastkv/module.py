@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from .cache.layout import Attends, LayerPlan
 from .calibration.fits import QueryCalibration, VectorMap
 from .config import BUDGET, EVICT_EVERY, POLICY, WITHOUT_ROTARY, Config, check_shares
 from .corrections import Correction
-from .errors import FastKVError, check_groups, check_shape, is_whole
+from .errors import FastKVError, check_groups, check_shape, is_number, is_whole
 from .policies import Policy
 from .reference import FORMATS, PLAIN, LayerState, Moments
 from .rotary import Rotary
@@ -80,8 +81,11 @@ class FastKVAttention(Module):
         super().__init__()
         _check_sizes(num_heads, num_kv_heads, head_dim, layer, num_layers)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        for name, number in (("scale", scale), ("softcap", softcap)):
+            if number is not None and (not is_number(number) or not 0 < number < math.inf):
+                raise FastKVError(f"{NAME}: {name} must be a finite number above 0, or None, got {number!r}")
         self.scale, self.softcap = head_dim**-0.5 if scale is None else float(scale), softcap
-        policy = policy or (WITHOUT_ROTARY if rotary is None else POLICY)
+        policy = (WITHOUT_ROTARY if rotary is None else POLICY) if policy is None else policy
         config = Config.make(policy, budget, prefill_block, evict_every, correction, backend, None, slots)
         config = config.coded((head_dim,))
         turning = {} if rotary is None else {layer: rotary}
@@ -355,6 +359,9 @@ class FastKVAttention(Module):
         if not len(host):
             self._drop()
             return
+        missing = [name for name in ("exact_keys", "seen") if prefix + name not in state_dict]
+        if missing:
+            raise FastKVError(f"{NAME}: the state holds a sequence but no {prefix}{missing[0]}; load one that is whole")
         keys, batch, prompt = state_dict[prefix + "exact_keys"], len(state_dict[prefix + "seen"]), int(host[0])
         if self.state is None or (len(self.state.seen), self.prompt) != (batch, prompt):
             device = keys.device if self.state is None else self.state.seen.device

@@ -10,6 +10,7 @@ ask("Once upon a time")["generated_text"]
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -18,8 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM, Pipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
-from .api import answers, patched
-from .errors import FastKVError
+from .api import GREEDY, answers, patch, patched
+from .errors import FastKVError, is_whole
 from .integrations.transformers.stock import CACHE
 
 TASK = "fastkv-text-generation"
@@ -50,6 +51,8 @@ class FastKVTextGenerationPipeline(Pipeline):
         self, inputs: Any = None, *, context: str | None = None, **options: Any
     ) -> Any:
         """See the class."""
+        if (options.get("batch_size") or self._batch_size or 1) != 1:
+            raise FastKVError(f"{TASK} reads one text at a time, got a batch_size; leave it out")
         asked = [name for name in ("question", "questions") if options.get(name) is not None]
         if (inputs is None) == (context is None) or len(asked) != (context is not None):
             given = [name for name, one in (("a prompt", inputs), ("a context", context)) if one is not None] + asked
@@ -63,8 +66,15 @@ class FastKVTextGenerationPipeline(Pipeline):
         self, question: str | None = None, questions: Any = None, max_new_tokens: int | None = None, **options: Any
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         asked = [question] if question is not None else questions
-        if asked is not None and (not asked or isinstance(asked, str)):
-            raise FastKVError(f"questions must be a list of at least one, got {asked!r}; one goes into question=...")
+        if asked is not None and (not asked or isinstance(asked, str) or not all(isinstance(q, str) for q in asked)):
+            raise FastKVError(
+                f"questions must be a list of at least one text, got {asked!r}; one goes into question=..."
+            )
+        if max_new_tokens is not None and not is_whole(max_new_tokens, 1):
+            raise FastKVError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}")
+        unknown = sorted(options.keys() - inspect.signature(patch).parameters.keys())
+        if unknown:
+            raise FastKVError(f"{TASK} takes max_new_tokens and the arguments of fastkv.patch, got {unknown[0]!r}")
         forward: dict[str, Any] = {} if max_new_tokens is None else {"tokens": max_new_tokens}
         if options:
             forward["options"] = options
@@ -97,8 +107,7 @@ class FastKVTextGenerationPipeline(Pipeline):
         ids = inputs["ids"]
         with patched(model, **options) if options else nullcontext(), torch.no_grad():
             if "questions" not in inputs:
-                how = {"max_new_tokens": tokens, "do_sample": False}
-                written = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+                written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, **GREEDY)
                 return {"written": written[0, ids.shape[1] :].tolist(), "text": inputs["text"]}
             cache = model(ids, use_cache=True, logits_to_keep=1)[CACHE]
             return {"written": answers(model, self.tokenizer, cache, ids, inputs["questions"], tokens)}

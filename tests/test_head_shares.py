@@ -253,7 +253,7 @@ def test_what_cannot_be_calibrated():
     refused("at least 128 tokens", calibrate_heads, model, text=torch.arange(20))
     refused("token ids", calibrate_heads, model, text=torch.rand(500))
     refused("no output embeddings", calibrate_heads, model.model)
-    refused("there is no directory", calibrate_heads, model, "nowhere/heads.safetensors")
+    refused("cannot be written", calibrate_heads, model, "nowhere/heads.safetensors")
     fastkv.patch(model, "keydiff", 64)
     refused("stock model", calibrate_heads, model, text=TEXT)
 

@@ -471,3 +471,16 @@ def test_of_tokens_to_come_nothing_is_known_where_some_heads_keep_keys_alone(nam
     for row, starts, lengths in zip(slots.memory, slots.starts, slots.lengths):
         for start, end, used in zip(starts, starts[1:], lengths):
             assert not row[start + used : end].any() and row[start : start + used].any()
+
+
+def test_numbers_of_attention_are_finite_and_positive():
+    for option in ({"scale": float("nan")}, {"scale": 0}, {"softcap": 0.0}, {"softcap": float("inf")}):
+        raises("must be a finite number above 0", FastKVAttention, HQ, HKV, D, **option)
+
+
+def test_half_a_state_is_refused():
+    module = fresh()
+    module(*tokens(30))
+    state = module.state_dict()
+    del state["seen"]
+    raises("holds a sequence but no seen", fresh().load_state_dict, state)

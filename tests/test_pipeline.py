@@ -76,6 +76,14 @@ def test_an_answer_ends_where_the_model_says(parts, monkeypatch):
         assert answers(model, tokenizer, cache, ids, [[9]], 6) == [whole[: whole.index(whole[3])]]
 
 
+def test_decoding_is_greedy_whatever_the_model_says(parts, monkeypatch):
+    ask = made(parts, policy="keydiff", budget=64, max_new_tokens=3)
+    want = ask("the river"), ask(context="the river", question="what")
+    for name, value in (("num_beams", 3), ("do_sample", True), ("return_dict_in_generate", True)):
+        monkeypatch.setattr(parts[0].generation_config, name, value)
+    assert (ask("the river"), ask(context="the river", question="what")) == want
+
+
 def test_a_chat_template_holds_context_and_question(parts):
     tokenizer = load()[1]
     begins = "{% if add_generation_prompt %} answer :{% endif %}"
@@ -96,6 +104,11 @@ def test_a_chat_template_holds_context_and_question(parts):
         ({"inputs": "a", "context": "a", "question": "b"}, "got a prompt and a context and question"),
         ({"context": "a", "questions": []}, "at least one"),
         ({"context": "a", "questions": "b"}, "at least one"),
+        ({"context": "a", "questions": ["b", None]}, "at least one text"),
+        ({"context": "a", "question": ["b"]}, "at least one text"),
+        ({"inputs": "a", "max_new_tokens": "a"}, "max_new_tokens must be an integer of at least 1, got 'a'"),
+        ({"inputs": "a", "temperature": 0.5}, "the arguments of fastkv.patch, got 'temperature'"),
+        ({"inputs": ["a", "b"], "batch_size": 2}, "one text at a time, got a batch_size"),
         ({"context": "a", "question": "b", "policy": "nope"}, "unknown policy"),
         ({"context": "a", "question": "b", "budget": 8}, "smaller than sinks"),
     ],

@@ -79,6 +79,8 @@ def test_refusals_change_nothing():
         ("with 4 layers, as DynamicCache, got DynamicCache", DynamicCache(), {}),
         ("layer 0 of the DynamicCache does not hold", short, {}),
         (r"attention_mask must have shape \[1, 60\]", cache, {"attention_mask": torch.ones(1, 59)}),
+        (r"attention_mask must have shape \[1, 60\], .* got list", cache, {"attention_mask": [[1] * 60]}),
+        (r"of \(4, 16, 16\), this model of \(2, 16, 16\)", stock(build(num_key_value_heads=4), ids), {}),
         ("smaller than sinks", cache, {"budget": 8}),
         (r"Budget\(quality=...\) looks at queries", cache, {"budget": Budget(quality=0.9)}),
     ]

@@ -1,5 +1,7 @@
 """What cannot work is refused in one sentence, and the model is as it was."""
 
+import pickle
+
 import pytest
 import torch
 from peft import PrefixTuningConfig, get_peft_model
@@ -51,6 +53,8 @@ BUDGETS = {
     "keep of zero": ({"keep": 0.0}, r"in \(0, 1\]"),
     "keep above one": ({"keep": 1.5}, r"in \(0, 1\]"),
     "quality above one": ({"quality": 1.5}, r"quality must be in \(0, 1\]"),
+    "one weight": ({"tokens": 64, "layers": 3}, "positive weights"),
+    "no file": ({"quality": 0.9, "calibration": 3}, "calibration must be a file, got 3"),
     "zero weight": ({"tokens": 64, "layers": [1, 0]}, "positive weights"),
     "no weights": ({"tokens": 64, "layers": []}, "positive weights"),
     "negative sinks": ({"tokens": 64, "sinks": -1}, "sinks must be an integer of at least 0"),
@@ -164,6 +168,16 @@ def with_embeddings(model, ids):
     model(inputs_embeds=model.get_input_embeddings()(ids))
 
 
+def with_cache_of(**sizes):
+    """A use of what a model of other sizes has read."""
+
+    def use(model, ids):
+        other = fastkv.patch(build(**sizes), "keydiff", Budget(tokens=20, sinks=2, recent=4))
+        model(ids[:, :1], past_key_values=other(ids).past_key_values)
+
+    return use
+
+
 def with_layer(use, *args):
     """A use of the first layer of a cache that has read."""
     return lambda model, ids: getattr(model(ids).past_key_values.layers[0], use)(*args)
@@ -187,6 +201,17 @@ USES = {
         {}, lambda model, ids: model(ids.repeat(2, 1), past_key_values=model(ids).past_key_values), "holds 1 sequences"
     ),
     "embeddings for kvzip": ({"policy": "kvzip"}, with_embeddings, "pass input_ids, not inputs_embeds"),
+    "short mask": ({}, lambda model, ids: model(ids, attention_mask=torch.ones(1, 40)), "a column for each of the 50"),
+    "other heads": (
+        {"policy": "keydiff"}, with_cache_of(num_key_value_heads=4), r"of \(4, 16, 16\), got \(2, 16, 16\)"
+    ),
+    "more layers": ({}, with_cache_of(num_hidden_layers=6), "needs a cache of 4 layers, got one of 6"),
+    "fewer layers": ({}, with_cache_of(num_hidden_layers=2), "needs a cache of 4 layers, got one of 2"),
+    "pickling": ({}, lambda model, ids: pickle.dumps(model), "cannot be pickled; call fastkv.unpatch"),
+    "positions of one's own": (
+        {"policy": "expected-attention"}, lambda model, ids: model(ids, position_ids=torch.arange(50)[None] + 9),
+        "position_ids that say something else",
+    ),
     "offloading": ({}, with_layer("offload"), "not offloaded"),
     "prefetching": ({}, with_layer("prefetch"), "not offloaded"),
 }  # fmt: skip
@@ -212,3 +237,38 @@ def test_caches_of_inference_mode_stay_in_it():
     with pytest.raises(RuntimeError, match="inference tensor"):
         model(ids[:, :1], past_key_values=cache)
     assert torch.equal(generate(model, ids), tokens)
+
+
+def test_a_cache_needs_its_model_patched():
+    """The stock model would attend to nothing before the new tokens."""
+    model, (ids, _) = fastkv.patch(build(), budget=64), prompt(1, 50, (0,))
+    cache = model(ids).past_key_values
+    fastkv.unpatch(model)
+    raises("of a model that is not patched", model, ids[:, :1], past_key_values=cache)
+    raises("unpatch needs a model, got NoneType", fastkv.unpatch, None)
+    raises("needs a patched model, got NoneType", fastkv.FastKVCache, None)
+
+
+def test_an_unpatched_model_can_be_pickled():
+    model, (ids, _) = build(), prompt(1, 20, (0,))
+    again = pickle.loads(pickle.dumps(fastkv.unpatch(fastkv.patch(model, budget=64))))
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_a_tuple_of_blocks():
+    model, (ids, _) = build(), prompt(1, 50, (0,))
+    fastkv.patch(model, "keydiff", 64, prefill_block=16)
+    (rows, *_), out = model.model(ids, return_dict=False), model.model(ids)
+    assert torch.equal(rows, out.last_hidden_state)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama"])
+def test_second_readings_with_gradients_on(name):
+    """As who forgets torch.no_grad() calls them; layers beside the compressed ones are put back after it."""
+    model, (ids, _) = build(name, "eager" if name == "gemma2" else None), prompt(1, 50, (0,))
+    fastkv.patch(model, "kvzip", Budget(tokens=20, sinks=2, recent=4))
+    with torch.enable_grad():
+        cache = model(ids).past_key_values
+        given = model(ids[:, :1], past_key_values=cache).logits
+    with torch.no_grad():
+        assert torch.equal(model(ids[:, :1], past_key_values=model(ids).past_key_values).logits, given)

@@ -45,11 +45,11 @@ def go_on(model, cache, tokens, mask):
     parts = [None] * 6 + [prompt(len(tokens), 23, (0, 0, 0), seed=5)[0], None]
     for part in parts:
         word = word if part is None else part
+        more = cache.get_seq_length() + word.shape[1] - mask.shape[1]
+        mask = torch.cat([mask, mask.new_ones(len(mask), more)], 1)
         out = model(word, attention_mask=mask, past_key_values=cache)
         seen.append(out.logits)
         word = out.logits[:, -1:].argmax(-1)
-        mask = torch.cat([mask, mask.new_ones(len(mask), 23 if part is not None else 1)], 1)
-        mask = mask[:, : cache.get_seq_length() + 1]
     return torch.cat(seen, 1)
 
 

@@ -107,11 +107,20 @@ def user_cache(kind: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastkv" / kind
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def check_writable(path: Any) -> Path:
+    """The path. Raises: FastKVError if no file can be written there, before somebody works for it."""
+    file = Path(path) if isinstance(path, (str, os.PathLike)) else None
+    if file is None or file.is_dir() or not os.access(file.parent, os.W_OK):
+        raise FastKVError(f"{path!s} cannot be written; choose a file in a directory that exists and is writable")
+    return file
+
+
+def replace_file(path: Any, content: bytes) -> None:
     """Write next to `path`, then rename over it, which is atomic.
 
     Raises: FastKVError if that fails; what was there before is then still there.
     """
+    path = check_writable(path)
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(fresh, "wb") as file:
@@ -135,6 +144,8 @@ def read_tensors(path: Any, entry: str, what: str, again: str) -> tuple[str, dic
     Args: what: the file is to be, in words.  again: how such a file is made.
     Raises: FastKVError if there is no such file, or none with that entry.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise FastKVError(f"{what} is read from a path, got {type(path).__name__}; {again}")
     try:
         with safe_open(path, framework="pt") as file:
             found = (file.metadata() or {}).get(entry)
@@ -195,7 +206,7 @@ class TensorFile:
         """
         header = {"version": self.version, **{name: kind(getattr(fitted, name)) for name, kind in self.facts.items()}}
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        replace_file(Path(path), to_bytes(whole, {self.header: json.dumps(header, sort_keys=True)}))
+        replace_file(path, to_bytes(whole, {self.header: json.dumps(header, sort_keys=True)}))
 
     def load(self, path: str | os.PathLike[str], config: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The facts and the tensors of a file for the model with this config, patched or not; tensors on the CPU.

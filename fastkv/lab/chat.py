@@ -128,6 +128,9 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
         except (EOFError, KeyboardInterrupt):
             console.print()
             return
+        if not said.isprintable():
+            console.print("the message is not text in UTF-8, or has control characters; type it again")
+            continue
         if said == "/quit":
             return
         try:

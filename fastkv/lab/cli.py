@@ -35,7 +35,7 @@ def reader(kind: Callable[[str], Any], several: bool, least: float | None) -> Ca
             raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}") from None
         if not found:
             raise argparse.ArgumentTypeError("must name at least one, got none; leave it out to use the default")
-        if least is not None and min(found) < least:
+        if least is not None and not min(found) >= least:  # nor is what is no number
             raise argparse.ArgumentTypeError(f"must be at least {least:g}, got {min(found):g}")
         return found if several else found[0]
 
@@ -286,7 +286,7 @@ command(
     *CACHES,
     option("--mode", "auto", MODE_IS, choices=("auto", "stream", "prefix")),
     question("seen", ", for tasks that name it, as fastkv's do"),
-    option("--limit", float, "number of questions of each task, or below 1 their share"),
+    option("--limit", float, "number of questions of each task, or below 1 their share", least=0.0),
     option("--num-fewshot", int, "worked examples in each prompt"),
     option("--batch-size", "1", "sequences in a batch, or auto"),
     option("--seed", 0, "seed of examples and sampling"),

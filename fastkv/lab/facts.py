@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from io import TextIOWrapper
 from itertools import starmap
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -60,6 +61,8 @@ def documents(source: str) -> Iterator[str]:
         raise FastKVError(f"expected a text at {path}, got {what}; name a file, a folder, - or {', '.join(SOURCES)}")
     for one in files:
         try:
+            if typed and isinstance(sys.stdin, TextIOWrapper):  # whatever the locale says
+                sys.stdin.reconfigure(encoding="utf-8", errors="strict")
             with nullcontext(sys.stdin) if typed else open(one, encoding="utf-8") as file:
                 while piece := file.read(PIECE) + file.readline():
                     yield piece

@@ -38,7 +38,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import policies
 from ..api import patched
 from ..budget import Budget
-from ..calibration import describe, fingerprint, kv_shapes
+from ..calibration import check_writable, describe, fingerprint, kv_shapes
 from ..calibration.fits import (
     QualityCurve,
     QueryCalibration,
@@ -96,6 +96,7 @@ def sequences(source: str, tokenizer: PreTrainedTokenizerBase, length: int, toke
 
 def written(options: argparse.Namespace, console: Console, fit: Callable[..., T]) -> T:
     """What `fit(model, batches)` makes of the text of the options, in the file of the options."""
+    check_writable(options.out)
     model, tokenizer = common.load(options.model)
     batches = sequences(options.text, tokenizer, options.length, options.tokens)
     with common.progress(console) as shown:
@@ -128,6 +129,7 @@ def picture(shares: Tensor) -> str:
 def run_heads(options: argparse.Namespace) -> None:
     """Calibrate, write the file, show which heads keep most and say how to use it."""
     console = Console(highlight=False)
+    check_writable(options.out)
     model, tokenizer = common.load(options.model)
     text = None
     if options.text:

@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ..calibration import replace_file
+from ..calibration import check_writable, replace_file
 from ..errors import FastKVError
 from ..integrations.transformers import modules
 from ..integrations.transformers.cache import FastKVCache
@@ -67,6 +67,8 @@ def run(options: argparse.Namespace, console: Console | None = None) -> dict[str
     """Write the page. Returns: what it holds."""
     console = console or common.console_of()
     common.caches_of(options)
+    common.make_folder(options.out.parent)
+    check_writable(options.out)
     block = PIECE if options.prefill_block == "auto" else options.prefill_block
     model, tokenizer = common.load(options.model)
     if options.context is not None:
@@ -78,7 +80,6 @@ def run(options: argparse.Namespace, console: Console | None = None) -> dict[str
     if block is not None and (num - steps) % block == 1:
         steps += 1  # a block of one token that is left over is fed like those after it
     reading = Reading(text.ids.to(model.device), block, steps)
-    common.make_folder(options.out.parent)
     traces = []
     for cache, _ in common.each(model, common.caches_of(options, model, static=False), console):
         if cache.policy == common.FULL:

@@ -10,6 +10,7 @@ for what is known of types by name: which are tested, and which are refused and 
 from __future__ import annotations
 
 import copy
+import copyreg
 import json
 import types
 import warnings
@@ -29,7 +30,7 @@ from ...calibration import kv_shapes
 from ...config import Config
 from ...errors import FastKVError
 from . import attention, forward, modules, selfcheck, stock
-from .cache import build_layers, is_static
+from .cache import build_layers, is_static, stock_layers
 from .layer import FastKVLayer
 from .modules import sizes
 from .selfcheck import rotations, with_rotations
@@ -84,6 +85,16 @@ def whole_only(types: list[str]) -> str | None:
 def is_tested_here(model_type: str) -> bool:
     """Whether a type is tested, with the transformers that is installed: one that is older may do something else."""
     return model_type in TESTED and Version(transformers.__version__).release[:2] >= Version(TESTED_WITH).release[:2]
+
+
+def _pickled(method: types.MethodType) -> Any:
+    """As pickle does it by itself, but for a patched model, whose methods a loaded one would not have."""
+    if "_fastkv_undo" in getattr(method.__self__, "__dict__", ()):
+        raise FastKVError("a patched model cannot be pickled; call fastkv.unpatch(model) before it is saved")
+    return getattr, (method.__self__, method.__func__.__name__)
+
+
+copyreg.pickle(types.MethodType, _pickled)  # type: ignore[arg-type]
 
 
 def _override(module: Module, name: str, value: Any) -> None:
@@ -275,6 +286,7 @@ def attach(model: Module, found: list[Module], config: Config) -> None:
     _override(decoder, "_fastkv_decoder_forward", decoder.forward)
     _override(decoder, "forward", forward.replacing(type(decoder).forward, forward.decoder_forward))
     _override(base, "_fastkv_config", config)
+    _override(base, "_fastkv_num_layers", len(stock_layers(model)))
     _override(base, "_fastkv_head", modules.get_head(model))
     _override(base, "_fastkv_base_forward", base.forward)
     _override(base, "forward", forward.replacing(type(base).forward, forward.base_forward))

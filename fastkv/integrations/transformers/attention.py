@@ -26,7 +26,8 @@ def hand_over_layer(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """Pre-hook of an attention module: pass its cache layer on, which attention functions are otherwise not given."""
     cache = next((given for given in kwargs.values() if isinstance(given, FastKVCache)), None)
     if cache is not None:
-        kwargs["fastkv_layer"] = cache.layer_of(module.layer_idx)  # type: ignore[arg-type]
+        kwargs["fastkv_layer"] = layer = cache.layer_of(module.layer_idx)  # type: ignore[arg-type]
+        layer.named = True
     return args, kwargs
 
 

@@ -62,7 +62,7 @@ class FastKVCache(Cache):
     layers: list[Any]
 
     def __init__(self, model: Module, static: bool | None = None) -> None:
-        config = model.__dict__.get("_fastkv_config")
+        config = getattr(model, "__dict__", {}).get("_fastkv_config")
         if config is None:
             raise FastKVError(
                 f"FastKVCache needs a patched model, got {type(model).__name__}; call fastkv.patch(model) first"

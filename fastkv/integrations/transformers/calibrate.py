@@ -38,6 +38,7 @@ from ...calibration import (
     KNOWN,
     HeadShares,
     beside,
+    check_writable,
     describe,
     fingerprint,
     user_cache,
@@ -317,8 +318,8 @@ def calibrate_heads(
             "AutoModelForCausalLM, or use Budget(heads='uniform')"
         )
     _check_whole(model)
-    if path is not None and not Path(path).parent.is_dir():
-        raise FastKVError(f"{path} cannot be written, there is no directory {Path(path).parent}; make it first")
+    if path is not None:
+        check_writable(path)
     training = [module for module in model.modules() if module.training]  # dropout would make it another result
     show = progress or (lambda tokens: None)
     try:

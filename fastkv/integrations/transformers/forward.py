@@ -66,6 +66,11 @@ def base_forward(self: Any, given: dict[str, Any]) -> Any:
     cache, tokens = given.get(CACHE), tokens_of(given)
     if not isinstance(cache, FastKVCache) or tokens is None:
         return self._fastkv_base_forward(**given)
+    if len(cache.layers) != self._fastkv_num_layers:
+        raise FastKVError(
+            f"{type(self).__name__} needs a cache of {self._fastkv_num_layers} layers, got one of {len(cache.layers)}; "
+            "use the model that it was made for"
+        )
     if given.get("output_attentions"):
         warnings.warn("layers with a compressed cache return no attention weights", stacklevel=3)
     if not tokens.shape[0] or not tokens.shape[1]:
@@ -74,6 +79,11 @@ def base_forward(self: Any, given: dict[str, Any]) -> Any:
             "leave the call out"
         )
     total, padding = tokens.shape[1], padding_of(given)
+    if padding is not None and padding.shape[1] < total:
+        raise FastKVError(
+            f"attention_mask must have a column for each of the {total} new tokens, and for those before them, got "
+            f"{padding.shape[1]}; pass the mask of the whole sequence"
+        )
     if hasattr(self, "rope_deltas") and given.get("position_ids") is None and cache.started:
         given["position_ids"] = _next_positions(cache, given, tokens, padding)
     if self._fastkv_prepares:

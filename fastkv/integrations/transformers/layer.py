@@ -20,12 +20,18 @@ from ...reference import LayerState
 from . import stock
 
 
+def sizes_of(keys: Tensor, values: Tensor) -> tuple[int, ...]:
+    """KV heads, and numbers of a key and of a value, of [B, Hkv, T, D]."""
+    return keys.shape[1], keys.shape[3], values.shape[3]
+
+
 class FastKVLayer(CacheLayerMixin):
     """One compressed layer. `update` stores nothing: the attention function owns the tokens and hands them to `attend`.
 
     Attributes:
         cache: of the layer.  reader: what prompts go to: the cache itself, or a wrapper that holds the prompt.
         seen: length of the sequence as transformers counts it, padding included; int64 [] on the device if static.
+        sizes: KV heads, and numbers of a key and of a value, once they are known.  named: whether a patched module has asked for the layer.
         awaited: whether attention has not been called yet for the tokens that `update` was given.
         expected: tokens of the prompt being read, set by the block loop so that `Budget(keep=...)` sees all of it.
     """
@@ -39,7 +45,8 @@ class FastKVLayer(CacheLayerMixin):
         self.is_compileable = cache.static
         self.seen: Any = 0
         self.expected = self.batch_size = 0
-        self.awaited = False
+        self.sizes: tuple[int, ...] = ()
+        self.named = self.awaited = False
 
     @property
     def state(self) -> LayerState | None:
@@ -51,6 +58,7 @@ class FastKVLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Remember the batch, dtype and device of the first keys [B, Hkv, T, D]; the first `attend` makes the slots."""
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
+        self.sizes = () if value_states is None else sizes_of(key_states, value_states)
         self.keys = self.values = key_states.new_empty(0)  # Mllama asks whether there are any
         self.is_initialized = True
 
@@ -63,6 +71,17 @@ class FastKVLayer(CacheLayerMixin):
                 f"this cache holds {self.batch_size} sequences, got {key_states.shape[0]}; use another, reset() it or "
                 "change its batch with batch_select_indices and batch_repeat_interleave"
             )
+        if self.cache.started and self.sizes and self.sizes != sizes_of(key_states, value_states):
+            raise FastKVError(
+                f"layer {self.cache.layer} of this cache holds KV heads and numbers of their keys and values of "
+                f"{self.sizes}, got {sizes_of(key_states, value_states)}; use the model that it was made for"
+            )
+        if not self.named:
+            raise FastKVError(
+                f"layer {self.cache.layer} of a compressed cache got tokens of a model that is not patched, which "
+                "would attend to nothing before them; call fastkv.patch(model), or use a cache of transformers"
+            )
+        self.named = False
         if self.awaited:
             raise FastKVError(
                 f"layer {self.cache.layer} got more tokens before attention was called for the last ones, which a "
@@ -172,7 +191,9 @@ class FastKVLayer(CacheLayerMixin):
         state = self.cache.state
         assert state is not None
         self.lazy_initialization(state.exact.keys)
-        self.dtype = state.exact.dtype
+        self.dtype, exact = state.exact.dtype, state.exact
+        if not self.cache.plan.latent:  # transformers' are of other sizes
+            self.sizes = state.heads, exact.format.keys.dim(exact.keys.shape[-1]), exact.value_dim
         self.seen, self.cache.started = seen, seen > 0
         self._fix()
         if rolls_back:

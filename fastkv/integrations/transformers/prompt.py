@@ -4,7 +4,6 @@ again, and quality budgets grade it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -135,7 +134,7 @@ def read_prompt(decoder: Any, cache: FastKVCache, given: dict[str, Any]) -> Any:
     """
     prompt, total, positions = cache.prompt, tokens_of(given).shape[1], given.get("position_ids")
     assert prompt is not None
-    _check_positions(cache, positions)
+    _check_positions(cache, positions, total)
     for layer in cache.compressed:
         layer.expected = total
     deltas = cache.deltas_after(positions, total, prompt.padding)
@@ -150,15 +149,22 @@ def read_prompt(decoder: Any, cache: FastKVCache, given: dict[str, Any]) -> Any:
     return out
 
 
-def _check_positions(cache: FastKVCache, positions: Tensor | None) -> None:
+def _check_positions(cache: FastKVCache, positions: Tensor | None, total: int) -> None:
     """Raise FastKVError if the rotary embedding is to be undone at positions that it did not use. One host sync."""
-    if cache.config.places and positions is not None and positions.ndim == 3:
-        if bool((positions != positions[:1]).any()):
-            raise FastKVError(
-                f"policy {cache.config.policy.name!r} or correction {cache.config.correction.name!r} undoes the rotary "
-                "embedding by each token's place in the sequence, but got images or videos, whose tokens have "
-                "positions in three dimensions; use another policy or correction for them"
-            )
+    first, prompt = cache.compressed[0], cache.prompt
+    if not cache.config.places or positions is None or first.rereading or cache.rope_deltas is not None:
+        return
+    if positions.ndim == 3:
+        wrong, what = positions != positions[:1], "images or videos, whose tokens have positions in three dimensions"
+    else:
+        real = torch.ones_like(positions) if prompt is None or prompt.padding is None else prompt.padding[:, -total:]
+        seen = 0 if first.state is None or not cache.started else first.state.seen[:, None]
+        wrong, what = (positions != seen + real.cumsum(-1) - 1) & real.bool(), "position_ids that say something else"
+    if bool(wrong.any()):
+        raise FastKVError(
+            f"policy {cache.config.policy.name!r} or correction {cache.config.correction.name!r} undoes the rotary "
+            f"embedding by each token's place in the sequence, but got {what}; use another policy or correction"
+        )
 
 
 def _read(decoder: Any, cache: FastKVCache, given: dict[str, Any], left: int, num: int) -> Any:
@@ -184,7 +190,9 @@ def _read_blocks(decoder: Any, cache: FastKVCache, given: dict[str, Any], total:
     if prompt.masks is None:
         check_mask(given.get("attention_mask"))
     recording = any(layer.is_croppable for layer in compressed)
-    outputs: list[Any] = []
+    in_tuple, outputs = given.get("return_dict") is False, list[Any]()
+    if in_tuple:
+        given = given | {"return_dict": True}
     for start, end, mask in _blocks(cache, total, recording):
         if recording:
             for layer in compressed:
@@ -198,7 +206,8 @@ def _read_blocks(decoder: Any, cache: FastKVCache, given: dict[str, Any], total:
         if prompt.rows is not None:
             while sum(out.last_hidden_state.shape[1] for out in outputs[1:]) >= prompt.rows:
                 outputs.pop(0)
-    return _join(outputs)
+    out = _join(outputs)
+    return out.to_tuple() if in_tuple else out
 
 
 def _blocks(cache: FastKVCache, total: int, recording: bool) -> Iterator[tuple[int, int, Any]]:
@@ -336,7 +345,7 @@ def read_again(
         fed_mask = torch.cat([unpadded, packed_mask[:, part]], 1)
         # Layers that are transformers' forget the second reading by being put back.
         for index, layer in others.items():
-            cache.layers[index] = copy.deepcopy(layer)
+            cache.layers[index] = stock.copied(layer)
         cache.prompt = replace(first, padding=torch.cat([mask, fed_mask], 1))
         # A decoder that was given no positions numbers its tokens itself: from the length on, padding included, or by
         # the mask. It goes on so.

@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,7 +64,7 @@ def write(path: str | os.PathLike[str], cache: FastKVCache) -> None:
         "versions": {"fastkv": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
     words = json.dumps(header, sort_keys=True)
-    replace_file(Path(path), to_bytes(tensors, {HEADER: f"{_digest(words, tensors)} {words}"}))
+    replace_file(path, to_bytes(tensors, {HEADER: f"{_digest(words, tensors)} {words}"}))
 
 
 def _check_alone(cache: FastKVCache) -> None:
@@ -148,7 +147,8 @@ def read(path: str | os.PathLike[str], cache: FastKVCache, model: Any) -> None:
     file, known, layers, dtype = _File.open(path), cache.model_config, cache.layers, model.dtype
     if file.header.get("fingerprint") != fingerprint(known):
         raise FastKVError(
-            f"{path} holds a cache of another model ({file.header.get('model')}), got {describe(known)}; load it with "
+            f"{path} holds a cache of another model ({file.header.get('model')}, fingerprint "
+            f"{file.header.get('fingerprint')}), got {describe(known)}, fingerprint {fingerprint(known)}; load it with "
             "the model it was saved from"
         )
     file.check_settings({"dtype": str(dtype), **described(cache.config)})
