@@ -194,6 +194,7 @@ def test_one_call_of_attention_for_every_update():
     q, k = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 1, 16)
     with pytest.raises(FastKVError, match="layer 1 attends to tokens that its cache was not given"):
         fastkv.integrations.transformers.attention.fastkv_attention(module, q, k, k, None, fastkv_layer=layer)
+    layer.named = True
     layer.update(k, k)
     raises("layer 1 got more tokens before attention was called", layer.update, k, k)
     cache.reset()

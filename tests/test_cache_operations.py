@@ -198,6 +198,7 @@ class Operations(RuleBasedStateMachine):
         first = expected.length == 0
         if first:
             expected.rows = [Row() for _ in real]
+        cache.layers[0].named = True  # as the module that asks for it does
         cache.update(given_k, given_v, 0)
         mask = torch.ones(num, num, dtype=torch.bool).tril() & valid[:, None, None]
         module, layer = self.model.model.layers[0].self_attn, cache.layers[0]
@@ -441,6 +442,7 @@ def test_attention_while_decoding_is_a_mean_over_the_queries_that_saw_the_token(
     kept, received = list(range(length))[-tokens:], []
     for step in steps:
         q, k, v = queries[:, :, step], keys[:, :, step], values[:, :, step]
+        cache.layers[0].named = True
         cache.update(k, v, 0)
         mask = torch.ones(1, 1, k.shape[2], k.shape[2], dtype=torch.bool).tril()
         fastkv_attention(module, q, k, v, mask, scaling=SCALE, fastkv_layer=cache.layers[0])

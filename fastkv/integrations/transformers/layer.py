@@ -31,7 +31,8 @@ class FastKVLayer(CacheLayerMixin):
     Attributes:
         cache: of the layer.  reader: what prompts go to: the cache itself, or a wrapper that holds the prompt.
         seen: length of the sequence as transformers counts it, padding included; int64 [] on the device if static.
-        sizes: KV heads, and numbers of a key and of a value, once they are known.  named: whether a patched module has asked for the layer.
+        sizes: KV heads, and numbers of a key and of a value, once they are known.
+        named: whether a patched module has asked for the layer since the last tokens.
         awaited: whether attention has not been called yet for the tokens that `update` was given.
         expected: tokens of the prompt being read, set by the block loop so that `Budget(keep=...)` sees all of it.
     """
@@ -76,18 +77,17 @@ class FastKVLayer(CacheLayerMixin):
                 f"layer {self.cache.layer} of this cache holds KV heads and numbers of their keys and values of "
                 f"{self.sizes}, got {sizes_of(key_states, value_states)}; use the model that it was made for"
             )
-        if not self.named:
-            raise FastKVError(
-                f"layer {self.cache.layer} of a compressed cache got tokens of a model that is not patched, which "
-                "would attend to nothing before them; call fastkv.patch(model), or use a cache of transformers"
-            )
-        self.named = False
         if self.awaited:
             raise FastKVError(
                 f"layer {self.cache.layer} got more tokens before attention was called for the last ones, which a "
                 "compressed cache would lose; call reset() on it, and fastkv.unpatch(model) if this comes back"
             )
-        self.awaited = True
+        if not self.named:
+            raise FastKVError(
+                f"layer {self.cache.layer} of a compressed cache got tokens of a model that is not patched, which "
+                "would attend to nothing before them; call fastkv.patch(model), or use a cache of transformers"
+            )
+        self.named, self.awaited = False, True
         if not self.rereading:
             self.seen += key_states.shape[-2]
         return key_states, value_states
