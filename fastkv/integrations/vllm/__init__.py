@@ -7,7 +7,6 @@ every layer keeps vLLM's own backend.
 from __future__ import annotations
 
 BACKENDS = "fastkv.integrations.vllm.backend"
-LATENT = "fastkv.integrations.vllm.latent"
 
 
 def register() -> None:
@@ -16,5 +15,3 @@ def register() -> None:
 
     register_backend(AttentionBackendEnum.CUSTOM, f"{BACKENDS}.FastKVBackend")
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{BACKENDS}.CPUBackend")  # the only one that a CPU may have
-    register_backend(AttentionBackendEnum.CPU_MLA, f"{LATENT}.CPULatentBackend")
-    register_backend(AttentionBackendEnum.AMX_MLA, f"{LATENT}.AMXLatentBackend")

@@ -156,6 +156,10 @@ def _check_engine(vllm_config: Any, config: Config) -> None:
             vllm_config.speculative_config is not None,
             "a draft that is rejected cannot be taken out of a page that has evicted other tokens for it",
         ),
+        "a model that caches latents (MLA)": (
+            vllm_config.model_config.use_mla,
+            "a page holds keys and values",
+        ),
         "a KV connector": (
             vllm_config.kv_transfer_config is not None,
             "it carries blocks of tokens, and a page is all that a sequence left",
@@ -179,7 +183,7 @@ def _check_engine(vllm_config: Any, config: Config) -> None:
     }
     for what, (wanted, why) in unusable.items():
         if wanted:
-            raise FastKVError(f"{what} does not work with a compressed cache: {why}; leave it out")
+            raise FastKVError(f"{what} does not work with a compressed cache: {why}; leave it out, or fastkv's settings")
     budget = config.budget
     alike = budget.layers == "uniform" and budget.heads == "uniform" and budget.tokens is not None
     if parallel.pipeline_parallel_size > 1 and not alike:
