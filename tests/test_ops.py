@@ -335,7 +335,7 @@ def test_flat_states_come_back_whole():
 def sorted_slots(state):
     """Tokens in order of position, and zeros where nothing is stored."""
     state, slots = copied(state), state.exact
-    order = torch.where(slots.valid, slots["positions"], C + T + 1).argsort(-1)
+    order = torch.where(slots.valid, slots["positions"], 1 << 30).argsort(-1)
     for name in (*slots.moving(), *["memory"] * (slots.memory is not None)):
         (rows,) = slots.stored(name)
         rows = rows.flatten(3) if rows.dim() > 3 else rows[..., None]

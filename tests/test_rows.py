@@ -25,7 +25,7 @@ from fastkv.reference import FORMATS, LayerState, Spec
 from .models import raises
 from .pairwise import covering
 from .states import BACKENDS, assert_same, copied, in_pages
-from .test_ops import CASES, flattened
+from .test_ops import CASES, flattened, sorted_slots
 
 CASES_OF_STATES = [name for name in CASES if any(isinstance(one, LayerState) for one in CASES[name]("reference")[0])]
 ROWS, PAGES = [5, 2], 7
@@ -68,16 +68,8 @@ def state_of(arguments):
 
 
 def tokens_of(state):
-    """Its tensors, slots in order of position and zero where nothing is stored."""
-    found = dict(state.named_tensors())
-    order = torch.where(state.exact.valid, state.exact["positions"], 99).argsort(-1)
-    for name in (*state.exact.moving(), *["memory"] * (state.exact.memory is not None)):
-        (part,) = state.exact.stored(name)
-        place = order.reshape(*order.shape, *[1] * (part.dim() - 3)).expand_as(part)
-        mask = ~state.exact.valid.reshape(*order.shape, *[1] * (part.dim() - 3))
-        found[f"exact.{name}"] = part.masked_fill(mask, 0).gather(2, place)
-    found.pop("exact.attention", None)
-    return found
+    """Its tensors but for attention, slots in order of position and zero where nothing is stored."""
+    return {name: part for name, part in sorted_slots(state).named_tensors() if name != "exact.attention"}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

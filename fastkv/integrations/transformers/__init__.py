@@ -94,9 +94,6 @@ def _pickled(method: types.MethodType) -> Any:
     return getattr, (method.__self__, method.__func__.__name__)
 
 
-copyreg.pickle(types.MethodType, _pickled)  # type: ignore[arg-type]
-
-
 def _override(module: Module, name: str, value: Any) -> None:
     """Set an instance attribute and remember what was there, on the module: a deep copy of the model carries its own.
     Functions are bound, so that deepcopy rebinds them.
@@ -270,6 +267,7 @@ def attach(model: Module, found: list[Module], config: Config) -> None:
     """Put the config on a model that `check` accepted."""
     ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.fastkv_attention)  # inert until a module asks for it
     ALL_ATTENTION_FUNCTIONS.register(attention.WINDOW_NAME, attention.window_attention)
+    copyreg.pickle(types.MethodType, _pickled)  # type: ignore[arg-type]
     for module in found:
         _attend_with(attention.NAME, module)
         module.register_forward_pre_hook(attention.hand_over_layer, with_kwargs=True)

@@ -183,7 +183,7 @@ def _check_engine(vllm_config: Any, config: Config) -> None:
     }
     for what, (wanted, why) in unusable.items():
         if wanted:
-            raise FastKVError(f"{what} does not work with a compressed cache: {why}; leave it out, or fastkv's settings")
+            raise FastKVError(f"{what} does not work with a compressed cache: {why}; leave it or fastkv out")
     budget = config.budget
     alike = budget.layers == "uniform" and budget.heads == "uniform" and budget.tokens is not None
     if parallel.pipeline_parallel_size > 1 and not alike:
