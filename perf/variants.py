@@ -303,7 +303,8 @@ class Variant:
     @property
     def wide(self) -> bool:
         whole = self.of == "select.select" and self.source.signature["key_ptr"] == "constexpr"  # rows of any length
-        return not (whole or self.of in NUMBERS)
+        ragged = self.of == "compact.plan" and "ragged" in self.given  # as many slots as the longest head has
+        return not (whole or ragged or self.of in NUMBERS)
 
     @property
     def narrow(self) -> bool:
