@@ -1,5 +1,7 @@
 """Slots with a bias, an addend of their logits: e^bias = n counts as n copies of the slot, and moves with it."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from fastkv import ops
 from fastkv.reference import FORMATS, Selection
 
 from .models import raises
-from .states import encoded, in_slab, make_spec, make_state, shrink
+from .states import encoded, in_slab, make_spec, make_state, randn, shrink
 from .test_ops import biased, step, vector
 
 B, HKV, G, D, C = 2, 2, 3, 32, 9
@@ -16,8 +18,7 @@ LENGTHS = torch.tensor([[9, 4], [1, 7]], dtype=torch.int32)
 COPIES = torch.tensor([[1, 3, 2, 5, 1, 4, 2, 1, 6], [2, 6, 1, 3, 4, 1, 5, 2, 1]])  # of slot i of each head
 
 
-def random(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+random = partial(randn, dtype=torch.float32)
 
 
 def held(dtype=torch.float32, slots="model", attention=False, spare=0):

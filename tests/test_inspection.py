@@ -18,6 +18,7 @@ from fastkv.lab.common import read_stock
 from fastkv.lab.inspection import measure_layer, nearest_distances
 
 from .models import build, raises
+from .states import randn
 from .toy import MODEL, load
 from .toy import told as toy_told
 
@@ -40,12 +41,8 @@ def uniform(num, dim, seed=0):
     return torch.rand(num, dim, generator=seeded(seed), dtype=torch.float64)
 
 
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
-
-
 def rotation(dim, seed=1):
-    return torch.linalg.qr(normal(dim, dim, seed=seed))[0]
+    return torch.linalg.qr(randn(dim, dim, seed=seed))[0]
 
 
 def embedded(points, dim):
@@ -55,7 +52,7 @@ def embedded(points, dim):
 
 
 def sphere(dim):
-    points = normal(N, dim + 1)
+    points = randn(N, dim + 1)
     return points / points.norm(dim=1, keepdim=True)
 
 
@@ -95,7 +92,7 @@ def test_estimators_recover_known_dimensions(name):
 @pytest.mark.parametrize("variance", (0.3, 0.6, 0.9, 0.95, 1.0))
 def test_pca_counts_the_components_of_a_known_spectrum(variance):
     """Orthogonal directions with variances 8, 4, 2, 1: shares 8/15, 12/15, 14/15, 1."""
-    basis = torch.linalg.qr(normal(64, 4) - normal(64, 4).mean(0))[0]
+    basis = torch.linalg.qr(randn(64, 4) - randn(64, 4).mean(0))[0]
     centred = torch.linalg.qr(basis - basis.mean(0))[0]  # orthonormal columns of mean zero
     assert centred.mean(0).abs().max() < 1e-12
     points = embedded(centred * torch.tensor([8.0, 4.0, 2.0, 1.0], dtype=torch.float64).sqrt(), 9)
@@ -111,7 +108,7 @@ def brute_neighbours(points):
 
 @pytest.mark.parametrize("discard", (0.0, 0.1, 0.35))
 def test_two_nn_maximises_the_likelihood_of_the_ratios(discard):
-    points = embedded(normal(57, 6), 12)
+    points = embedded(randn(57, 6), 12)
     ratios = sorted(math.log(near[1] / near[0]) for near in brute_neighbours(points))
     kept = len(ratios) - math.floor(discard * len(ratios))
 
@@ -129,7 +126,7 @@ def test_two_nn_maximises_the_likelihood_of_the_ratios(discard):
 
 @pytest.mark.parametrize("k", ((2,), (5, 9), range(10, 21)), ids=str)
 def test_levina_bickel_averages_inverses(k):
-    points = normal(41, 5)
+    points = randn(41, 5)
     near = brute_neighbours(points)
     estimates = []
     for count in k:
@@ -180,7 +177,7 @@ def variation(sizes):
     return math.sqrt(math.fsum((size - mean) ** 2 for size in sizes) / len(sizes)) / mean
 
 
-KEYS = normal(3, 83, 6) * torch.tensor([0.2, 1.0, 30.0]).double()[:, None, None] + normal(3, 1, 6, seed=2)
+KEYS = randn(3, 83, 6) * torch.tensor([0.2, 1.0, 30.0]).double()[:, None, None] + randn(3, 1, 6, seed=2)
 
 
 def test_norms_and_anchor_similarity_are_what_they_say():

@@ -16,7 +16,7 @@ from torch import Tensor
 from fastkv import reference
 from fastkv.kernels import operations, slot_signals
 from fastkv.kernels.moment_scores import moment_scores
-from fastkv.reference import Centroids, LayerState, Moments
+from fastkv.reference import LayerState, Moments
 
 from .conftest import examples
 from .pairwise import covering
@@ -215,17 +215,15 @@ def uniform(*shape, seed=0):
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4),
     seen=st.lists(st.integers(0, 90), min_size=2, max_size=2),
     attention=st.booleans(),
-    parts=st.booleans(),
     spare=st.integers(1, 20),
 )
-def test_slot_signals(slots, lengths, seen, attention, parts, spare):
+def test_slot_signals(slots, lengths, seen, attention, spare):
     """Bit for bit; what slots received is zero afterwards."""
     held = torch.tensor([min(lengths[i % len(lengths)], slots) for i in range(4)]).view(2, 2).int()
     positions = (uniform(2, 2, slots) * 90).int()
     state = make_state(
         torch.zeros(2, 2, slots, 16), torch.zeros(2, 2, slots, 16), held, positions,
         torch.tensor(seen), attention=uniform(2, 2, slots, seed=1) if attention else None,
-        parts=Centroids.empty(2, 2, 4, 16, 16) if parts else None,
     )  # fmt: skip
     spec, twin = make_spec(spare=spare, sinks=2, recent=5), copied(state)
     with uninitialised_is_nan():

@@ -6,6 +6,7 @@ Sizes must be equal: they say which merges were made. Means and spreads may diff
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -19,14 +20,13 @@ from fastkv.reference import Centroids
 from .conftest import examples
 from .models import raises
 from .pairwise import covering
-from .states import make_spec, make_state, uninitialised_is_nan
+from .states import make_spec, make_state, randn, uninitialised_is_nan
 
 NAN = float("nan")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def normal(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+normal = partial(randn, dtype=torch.float32)
 
 
 def candidates(batch, heads, num, dim, leave, dtype=torch.float32, seed=0):

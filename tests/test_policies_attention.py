@@ -153,22 +153,12 @@ def test_heads_split_between_processes_score_as_on_one(policy):
         torch.testing.assert_close(torch.cat(list(pool.map(run, range(2))), 1), scored(policy, signals))
 
 
-def test_tova_is_the_mean_over_all_heads_and_keeps_the_same_tokens_in_each():
+@pytest.mark.parametrize("unequal", [False, True])
+def test_tova_is_the_mean_over_the_heads_that_hold_a_token(unequal):
     signals = make()
-    scores = TOVA().score(signals)
-
-    def expected(row, head):
-        each = [by_position(signals, row, other, signals.attention) for other in range(HEADS)]
-        return {position: sum(one[position] for one in each) / HEADS for position in each[0]}
-
-    agree(signals, scores, expected)
-    assert all(heads == [heads[0]] * HEADS for heads in kept(scores, signals))
-
-
-def test_tova_averages_over_the_heads_that_hold_a_token():
-    signals = make()
-    few = signals.valid & (signals.positions % 3 != torch.arange(HEADS)[:, None])
-    signals = changed(signals, valid=few)
+    if unequal:
+        others = signals.positions % 3 != torch.arange(HEADS)[:, None]
+        signals = changed(signals, valid=signals.valid & others)
     scores = TOVA().score(signals)
 
     def expected(row, head):
@@ -177,6 +167,7 @@ def test_tova_averages_over_the_heads_that_hold_a_token():
         return {place: sum(found) / len(found) for place, found in held.items()}
 
     agree(signals, scores, expected)
+    assert unequal or all(heads == [heads[0]] * HEADS for heads in kept(scores, signals))
 
 
 @pytest.mark.parametrize("blocks", [[17], [5, 1, 8, 3], [1] * 17], ids=["whole", "blocks", "tokens"])

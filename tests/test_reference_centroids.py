@@ -1,6 +1,7 @@
 """Centroids of the evicted set: what merging conserves, which merges happen, and what the estimate guarantees."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -10,13 +11,13 @@ from hypothesis import strategies as st
 from fastkv.reference import Centroids, Moments, centroid_estimate, moment_estimate
 
 from .models import raises
+from .states import randn
 from .test_reference import pairs, true_attention
 
 F64 = torch.float64
 
 
-def queries(seed=0):
-    return torch.randn(2, 6, 4, 8, generator=torch.Generator().manual_seed(seed), dtype=F64)
+queries = partial(randn, 2, 6, 4, 8)
 
 
 def empty(num, heads=3):
