@@ -212,15 +212,21 @@ class Results:
         shared = {name: getattr(options, name) for name in (*names.split(), *SHARED)}
         self.settings = json.loads(json.dumps(shared, default=str))
         files = {cache.name: self.file(cache) for cache in caches}
-        self.known = {name: _record(file) for name, file in files.items() if file.is_file()}
-        for name, record in self.known.items():
-            for key, now in self.settings.items():
-                before = record["settings"].get(key)
-                if before != now:
-                    raise FastKVError(
-                        f"{files[name]} was written with {key} {before}, this run has {now}; choose another --out or "
-                        "delete the file"
-                    )
+        try:
+            known = {name: json.loads(file.read_text("utf-8")) for name, file in files.items() if file.is_file()}
+            settings = {name: dict(record["settings"]) for name, record in known.items()}
+        except (ValueError, KeyError, TypeError) as error:
+            raise FastKVError(
+                f"{self.folder} has damaged results ({error}); delete them or choose another --out"
+            ) from error
+        self.known: dict[str, Any] = known
+        for name, (key, now) in product(settings, self.settings.items()):
+            before = settings[name].get(key)
+            if before != now:
+                raise FastKVError(
+                    f"{files[name]} was written with {key} {before}, this run has {now}; choose another --out or "
+                    "delete the file"
+                )
 
     def file(self, cache: Cache, suffix: str = ".json") -> Path:
         """Of a cache."""
@@ -231,18 +237,6 @@ class Results:
         record = {"settings": self.settings, "policy": cache.policy, "budget": cache.budget, **found}
         write_json(self.file(cache), record)
         return record
-
-
-def _record(file: Path) -> dict[str, Any]:
-    """What `Results.keep` wrote. Raises FastKVError for anything else."""
-    try:
-        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        record["settings"].get("model")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FastKVError(
-            f"{file} is damaged, expected results of this command; delete it or choose another --out"
-        ) from error
-    return record
 
 
 def make_folder(path: Path) -> None:

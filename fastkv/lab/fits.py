@@ -481,7 +481,7 @@ def _measure(
     nll = float(context_nll(read.last_hidden_state, ids, model.get_output_embeddings(), softcap))
     full = _answer_nll(model, read[CACHE], asked)
     triples, length = [], ids.shape[1]
-    kept = {max(math.ceil(keep * length), SINKS + RECENT): keep for keep in keeps}
+    kept = {max(math.ceil(round(keep * length, 6)), SINKS + RECENT): keep for keep in keeps}
     for tokens, keep in sorted(kept.items()):
         with patched(model, policy, Budget(keep=keep, sinks=SINKS, recent=RECENT)):
             compressed = _answer_nll(model, reading.read(model, ids), asked)
