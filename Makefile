@@ -36,7 +36,7 @@ test-all: $(STAMP)dev ## every test but those of test-ptx, with all random cases
 
 test-vllm: export OMP_WAIT_POLICY ?= passive
 test-vllm: $(VLLM)/installed ## serving inside vLLM, in an environment of its own of some 3 GB (VLLM=DIR)
-	$(VLLM)/bin/python -m pytest --confcutdir=tests/vllm tests/vllm $(ARGS)
+	$(VLLM)/bin/python -m pytest $(PARALLEL) --confcutdir=tests/vllm tests/vllm $(ARGS)
 
 check: $(STAMP)dev ## ruff and mypy
 	$(BIN)/ruff check .
