@@ -125,12 +125,13 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
     while True:
         try:
             said = input("> ").strip()
+            said.encode()  # what no UTF-8 was may have been read all the same
+        except UnicodeError:
+            console.print("the message is not text in UTF-8; type it again")
+            continue
         except (EOFError, KeyboardInterrupt):
             console.print()
             return
-        if not said.isprintable():
-            console.print("the message is not text in UTF-8, or has control characters; type it again")
-            continue
         if said == "/quit":
             return
         try:
