@@ -100,9 +100,19 @@ def test_budgets_are_rounded_up_to_sixteenths():
     assert MENU.chosen(None, 5) is None and MENU.chosen({"other": 1}, 5) is None
 
 
-def test_an_engine_that_nobody_asked_ends_what_it_refuses(model, monkeypatch):
+def test_the_least_budget_has_room_in_the_layer_of_the_smallest_weight(model):
+    budget = {"tokens": 48, "layers": [2, 1, 1, 1], "heads": "uniform"}
+    traffic = Traffic(start(model, {"policy": "keydiff", "budget": budget, "prefill_block": 64, "classes": {}}))
+    menu = Menu.of(traffic.engine.vllm_config)
+    assert menu.least == 47
+    traffic.ask("least", prompt(100), 5, {"fastkv_budget": menu.least})
+    assert len(traffic.finish()["least"]) == 5
+
+
+@pytest.mark.parametrize("more", [{}, {"prefixes": 0.5}], ids=["", "prefixes"])
+def test_an_engine_that_nobody_asked_ends_what_it_refuses(more, model, monkeypatch):
     """Where requests come from a process that knows no settings; others are served."""
-    traffic = Traffic(start(model, SETTINGS))
+    traffic = Traffic(start(model, SETTINGS | more))
     monkeypatch.setattr(RequestArguments, "validate_params", lambda params: None)
     traffic.ask("bad", prompt(100), 5, {"fastkv_class": "large"})
     traffic.ask("good", prompt(100), 5, {"fastkv_class": "small"})

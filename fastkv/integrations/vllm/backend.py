@@ -254,8 +254,8 @@ class FastKVImpl(AttentionImpl[Batch]):
         self.common = common
         config, groups = self.common.config, num_heads // self.num_kv_heads
         device, dtype = self.common.device, torch.get_default_dtype()
-        for one in self.common.configs.values():
-            check_backend(config.backend, device, dtype, head_size, groups, slots=one.slots.name)
+        for slots in {one.slots.name for one in self.common.configs.values()}:
+            check_backend(config.backend, device, dtype, head_size, groups, slots=slots)
         self.pages: Tensor | None = None
         self.paged: dict[Kind, PagedLayer] = {}
 

@@ -127,6 +127,8 @@ class Prefixes:
 
     def _release(self, pages: list[Any]) -> None:
         """Hold these once less: kept ones stay readable until somebody else needs them."""
+        if not pages:
+            return
         kept = {number for numbers in self.kept.values() for number in numbers}
         self.pool.unpin_blocks([page for page in pages if page.block_id in kept], self._given_away)
         self.pool.free_blocks([page for page in pages if page.block_id not in kept])

@@ -46,8 +46,11 @@ class Menu:
         if not settings.asked(vllm_config):
             return cls()
         budget = settings.config_of(vllm_config).budget
-        classes = settings.setting(vllm_config, "classes")
-        return cls(None if classes is None else tuple(classes), max(budget.reserved, 1), budget.tokens or 0)
+        classes, least = settings.setting(vllm_config, "classes"), max(budget.reserved, 1)
+        if not isinstance(budget.layers, str):  # what the layer of the smallest weight needs; one more for rounding
+            least = ceil((least + 1) * sum(budget.layers) / len(budget.layers) / min(budget.layers))
+        most = budget.tokens or 0
+        return cls(None if classes is None else tuple(classes), min(least, most or least), most)
 
     def chosen(self, arguments: dict[str, Any] | None, prompt: int) -> Kind:
         """What a request with these arguments and so many tokens of prompt gets: a class, tokens to keep, or None for

@@ -71,6 +71,8 @@ class InBlocks:
 
     def kind_of(self, request: Any) -> Kind:
         """What the request asks for. Raises: as `Menu.chosen`."""
+        if request.resumable:
+            raise ValueError("a compressed cache reads a prompt once, got one that goes on; send it whole")
         params = request.sampling_params
         return self.menu.chosen(params and params.extra_args, request.num_prompt_tokens)
 
@@ -146,7 +148,7 @@ class FromPrefixes(InBlocks):
         its tokens are known, if vLLM's layers know fewer, which will keep those.
         """
         blocks, name = self.kv_cache_manager.empty_kv_cache_blocks, request.request_id  # type: ignore[attr-defined]
-        if request.skip_reading_prefix_cache or request.resumable or name in self.passed_over:
+        if request.skip_reading_prefix_cache or name in self.passed_over:
             return blocks, 0, 0, False
         shared = 0
 
@@ -176,8 +178,8 @@ class FromPrefixes(InBlocks):
         for name in scheduler_output.num_scheduled_tokens:
             request = self.requests[name]  # type: ignore[attr-defined]
             block, rest = divmod(request.num_computed_tokens, self.size)
-            if not rest and not request.resumable and is_kept(block, request.num_prompt_tokens // self.size):
-                self.prefixes.reach(self._keys(request)[block - 1], self._pages(name))
+            if not rest and is_kept(block, request.num_prompt_tokens // self.size) and (keys := self._keys(request)):
+                self.prefixes.reach(keys[block - 1], self._pages(name))
 
     def _keys(self, request: Any) -> list[Hashable]:
         """What each whole block of its tokens, and all before it, is known by, among requests of its kind."""

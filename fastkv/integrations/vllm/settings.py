@@ -151,7 +151,22 @@ def _check_method(config: Config) -> None:
 def _check_engine(vllm_config: Any, config: Config) -> None:
     """Raise FastKVError for settings of vLLM that a page for life cannot serve."""
     parallel, cache, scheduler = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.scheduler_config
+    attention, block = vllm_config.attention_config, config.prefill_block
+    chosen = {one.name for one in (attention.backend, *attention.backend_per_kind.values()) if one is not None}
+    if vllm_config.device_config.device_type != "cpu" and "CUSTOM" not in chosen:
+        raise FastKVError(
+            "fastkv's settings need its attention backend, got vLLM's own; add --attention-config "
+            """'{"backend_per_kind": {"full_attention": "CUSTOM"}}'"""
+        )
     unusable = {
+        "long_prefill_token_threshold": (
+            scheduler.long_prefill_token_threshold > 0,
+            "a prompt is read in whole blocks of prefill_block tokens",
+        ),
+        "disable_chunked_mm_input": (
+            block is not None and vllm_config.model_config.is_multimodal_model and scheduler.disable_chunked_mm_input,
+            "blocks of a prompt end where they end, in pictures, too",
+        ),
         "speculative decoding": (
             vllm_config.speculative_config is not None,
             "a draft that is rejected cannot be taken out of a page that has evicted other tokens for it",
@@ -196,13 +211,14 @@ def _check_engine(vllm_config: Any, config: Config) -> None:
             "Budget(heads='adaptive') lets heads of all processes trade slots, whose pages have a fixed size; use "
             "heads='uniform' with tensor parallelism"
         )
-    block, length = config.prefill_block, vllm_config.model_config.max_model_len
+    length = vllm_config.model_config.max_model_len
+    offered = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
     least = (length if block is None else min(block, length)) + scheduler.max_num_seqs - 1
-    if scheduler.max_num_batched_tokens < least:
+    if offered < least:
         what = "a whole prompt" if block is None else "a block of a prompt"
         raise FastKVError(
             f"prefill_block={block} reads {what} in one step, beside {scheduler.max_num_seqs - 1} other sequences; "
-            f"that takes max_num_batched_tokens of at least {least}, got {scheduler.max_num_batched_tokens}; raise it, "
+            f"that takes max_num_batched_tokens of at least {least}, got {offered}; raise it, "
             "or lower prefill_block or max_num_seqs"
         )
 
