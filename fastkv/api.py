@@ -35,7 +35,9 @@ from .policies import Policy, get
 
 FROM_CACHE = "keydiff"  # of the policies that look at keys and values alone, the one that answers best
 FROM_KEYS = frozenset({"pre_rope", "rotary", "query_statistics"})  # signals that a cache and a file can give
-GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "return_dict_in_generate": False}  # of `generate`
+# Of `generate`, whatever the model's generation config says.
+GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1}
+GREEDY |= {"return_dict_in_generate": False}
 Model = TypeVar("Model", bound=Module)
 
 

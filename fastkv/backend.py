@@ -202,4 +202,4 @@ class Parallel:
 
     def own(self, whole: Tensor) -> Tensor:
         """This process's heads of [B, all heads, ...]."""
-        return whole.chunk(self.size, 1)[self.rank]
+        return whole.chunk(self.size, 1)[self.rank].contiguous()

@@ -66,13 +66,15 @@ class FastKVTextGenerationPipeline(Pipeline):
         self, question: str | None = None, questions: Any = None, max_new_tokens: int | None = None, **options: Any
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         asked = [question] if question is not None else questions
+        if asked is not None and not isinstance(asked, str):
+            asked = list(asked)
         if asked is not None and (not asked or isinstance(asked, str) or not all(isinstance(q, str) for q in asked)):
             raise FastKVError(
                 f"questions must be a list of at least one text, got {asked!r}; one goes into question=..."
             )
         if max_new_tokens is not None and not is_whole(max_new_tokens, 1):
             raise FastKVError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}")
-        unknown = sorted(options.keys() - inspect.signature(patch).parameters.keys())
+        unknown = sorted(options.keys() - ({*inspect.signature(patch).parameters} - {"model"}))
         if unknown:
             raise FastKVError(f"{TASK} takes max_new_tokens and the arguments of fastkv.patch, got {unknown[0]!r}")
         forward: dict[str, Any] = {} if max_new_tokens is None else {"tokens": max_new_tokens}

@@ -393,6 +393,8 @@ class HeldPrompt:
         """Hold the prompt, or attend to it where it is read again; arguments as in `LayerCache.read`."""
         if self.reread is not None:
             return self.read_again(q, k, v, valid)
+        if self.cache.config.needs("attention"):
+            q = without_padding(q, valid)
         self.held = (q, without_padding(k, valid), without_padding(v, valid), valid)
         return stock()
 

@@ -359,6 +359,8 @@ def _tokens_of(
 
 def _scaled(rest: Tensor, total: float, most: float) -> Tensor:
     """min(factor * rest, most), of the factor with which they add up to `total`, at most most * len(rest)."""
+    if total <= 0:
+        return rest * 0
     low, high = 0.0, total / float(rest.sum())
     while float((high * rest).clamp(max=most).sum()) < total * (1 - 1e-12):
         low, high = high, 2 * high

@@ -267,9 +267,10 @@ def compact(
 ) -> None:
     """`reference.compact`; of slots alone, only tokens that leave are copied out, and only those that fill their slots
     are moved."""
-    slots, moments, gone = state.exact, state.moments, valid & ~selection.kept
+    slots, moments = state.exact, state.moments
     in_use = torch.arange(valid.shape[-1], device="cpu") < slots.lengths[..., None]
     if block is None and known is None and torch.equal(valid, in_use):
+        gone = valid & ~selection.kept
         most = int(gone.sum(-1).max())
         if moments.key_mean is None or not most:
             after = Moments(moments.count + gone.sum(-1))

@@ -186,13 +186,13 @@ def candidates(
 
 
 # Rows of pages to a place of their own and back, in one launch for all tensors of a state, and for the tokens that an
-# engine has for them. The table of `ops.copy_rows` says what the programs copy: each takes a stretch of one row of one
+# engine has for them. The table of `ops.read_rows` says what the programs copy: each takes a stretch of one row of one
 # tensor. Of a slab the copy has heads of equally many slots: what lies beyond its own is 0 there, and stays as it is in
 # the page. Bytes: each once in and once out.
 
 
 class Rows(NamedTuple):
-    """Rows [B] int64 of pages, their copy, and where the stretches of both are, see `ops.copy_rows`. Absent: starts,
+    """Rows [B] int64 of pages, their copy, and where the stretches of both are, see `ops.read_rows`. Absent: starts,
     without slabs.
     """
 

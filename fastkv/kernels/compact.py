@@ -396,10 +396,10 @@ def row_splits(most: int) -> int:
 
 def move_tile(width: int, packed: bool) -> tuple[int, int]:
     """Rows at once and warps of a move, for heads padded to `width`; packed: it encodes in 4 bits, which takes the
-    registers of a merge.
+    registers of a merge, as wide heads do.
     """
     rows, _, warps = MERGE[width]
-    return (rows, warps) if packed else (ROWS, 4)
+    return (rows, warps) if packed or width > 256 else (ROWS, 4)
 
 
 def compact(
@@ -438,7 +438,8 @@ def compact(
         if (numbers := getattr(slots, name)) is not None:
             check_shape(op, name, addressed(op, numbers, slots.starts), (None, heads, capacity))
     page = check_rows(op, state, held, changing, counted)
-    assert 0 <= used <= capacity and k.stride(-1) == v.stride(-1) == 1 and (slots.starts is None or block is None)
+    assert 0 <= used <= capacity and k.stride(-1) == v.stride(-1) == 1
+    assert slots.starts is None or (block is None and known is None)
     if not num or not batch:
         lengths.zero_() if state.rows is None else lengths.index_fill_(0, state.rows, 0)
         return

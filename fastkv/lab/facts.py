@@ -69,7 +69,7 @@ def documents(source: str) -> Iterator[str]:
         except UnicodeDecodeError as error:
             raise FastKVError(f"{source} is not UTF-8 text ({error}); convert it or choose another") from error
         except OSError as error:
-            raise FastKVError(f"cannot read the text {one} ({error.strerror}); choose another one") from error
+            raise FastKVError(f"cannot read the text {one} ({error.strerror or error}); choose another one") from error
 
 
 @cache

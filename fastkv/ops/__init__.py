@@ -185,7 +185,7 @@ def write_rows(
     blocks: Tensor, own: Tensor, sequence: Tensor, within: Tensor, out: Tensor, pages: Tensor, copy: Tensor,
     table: Tensor, starts: Tensor | None, rows: Tensor, slots: int, programs: int, block: int,
 ) -> None:  # fmt: skip
-    """`copy_rows`, back, and `reference.of_blocks`."""
+    """`read_rows`, back, and `reference.of_blocks`."""
     moved = pages, copy, table, starts, rows, slots, programs, block
     implementation("write_rows", "triton", out.device.type)(blocks, own, sequence, within, out, *moved)
 
@@ -213,7 +213,7 @@ def _moved(
     """Where the named tensors of the batch's rows are in their pages and in a copy, which is made if there is none.
 
     Of a slab, the copy has heads of equally many slots. Returns: the tensors that are views of the copy, and arguments
-    of `copy_rows`.
+    of `read_rows`.
     """
     named, exact, rows, pages = dict(state.named_tensors()), state.exact, state.rows, state.pages
     assert rows is not None and pages is not None
@@ -238,7 +238,7 @@ def _moved(
 
 
 def _own(state: LayerState, but: tuple[str, ...]) -> tuple[LayerState, tuple[Any, ...]]:
-    """A state for a copy that `copy_rows` is going to fill, and its arguments."""
+    """A state for a copy that `read_rows` is going to fill, and its arguments."""
     own = state.shell()
     found, moved = _moved(state, [name for name in state.names_but(but) if name != "exact.starts"])
     for name, tensor in found.items():

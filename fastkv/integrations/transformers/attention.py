@@ -27,7 +27,7 @@ def hand_over_layer(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any
     cache = next((given for given in kwargs.values() if isinstance(given, FastKVCache)), None)
     if cache is not None:
         kwargs["fastkv_layer"] = layer = cache.layer_of(module.layer_idx)  # type: ignore[arg-type]
-        layer.named = True
+        layer.named |= module.layer_idx not in cache.sources  # which bring no keys of their own
     return args, kwargs
 
 

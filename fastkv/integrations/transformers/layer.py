@@ -72,7 +72,7 @@ class FastKVLayer(CacheLayerMixin):
                 f"this cache holds {self.batch_size} sequences, got {key_states.shape[0]}; use another, reset() it or "
                 "change its batch with batch_select_indices and batch_repeat_interleave"
             )
-        if self.cache.started and self.sizes and self.sizes != sizes_of(key_states, value_states):
+        if self.sizes and self.sizes != sizes_of(key_states, value_states):
             raise FastKVError(
                 f"layer {self.cache.layer} of this cache holds KV heads and numbers of their keys and values of "
                 f"{self.sizes}, got {sizes_of(key_states, value_states)}; use the model that it was made for"
@@ -214,6 +214,8 @@ class FastKVLayer(CacheLayerMixin):
     def hold_tokens(self, tokens: HeldTokens, how: Attends, reread: Reread | None = None) -> HeldPrompt:
         """Hold tokens as if they had been read; k and v are overwritten where heads keep different numbers of them."""
         self.lazy_initialization(*tokens[1:3])
+        if self.cache.plan.latent:
+            self.sizes = ()  # transformers' are others
         self.seen = tokens[1].shape[2]
         held = self.hold()
         held.held, held.attends, held.reread = tokens, how, reread
@@ -287,7 +289,7 @@ class FastKVLayer(CacheLayerMixin):
         self.cache.reset()
         if self.cache.state is None:
             self.is_initialized = False
-        self.awaited = False
+        self.named = self.awaited = False
         self.seen *= 0  # in place where it is a tensor
         self.reader = self.cache
 

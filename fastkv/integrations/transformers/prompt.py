@@ -152,15 +152,19 @@ def read_prompt(decoder: Any, cache: FastKVCache, given: dict[str, Any]) -> Any:
 def _check_positions(cache: FastKVCache, positions: Tensor | None, total: int) -> None:
     """Raise FastKVError if the rotary embedding is to be undone at positions that it did not use. One host sync."""
     first, prompt = cache.compressed[0], cache.prompt
-    if not cache.config.places or positions is None or first.rereading or cache.rope_deltas is not None:
-        return
-    if first.cache.pending is not None:  # of which nobody knows yet how much stays
+    if not cache.config.places or positions is None or first.rereading:
         return
     if positions.ndim == 3:
         wrong, what = positions != positions[:1], "images or videos, whose tokens have positions in three dimensions"
+    elif cache.rope_deltas is not None or first.cache.pending is not None:  # of which nobody knows yet how much stays
+        return
     else:
         real = torch.ones_like(positions) if prompt is None or prompt.padding is None else prompt.padding[:, -total:]
-        seen = 0 if first.state is None or not cache.started else first.state.seen[:, None]
+        real, seen = real.to(positions.device), torch.zeros_like(positions[:1, :1])
+        if first.state is not None and cache.started:
+            seen = first.state.seen[:, None].to(positions.device)
+            if len(seen) != len(real) != 1:
+                return  # another batch, which the first layer refuses
         wrong, what = (positions != seen + real.cumsum(-1) - 1) & real.bool(), "position_ids that say something else"
     if bool(wrong.any()):
         raise FastKVError(
