@@ -268,8 +268,8 @@ def compact(
     """`reference.compact`; of slots alone, only tokens that leave are copied out, and only those that fill their slots
     are moved."""
     slots, moments = state.exact, state.moments
-    in_use = torch.arange(valid.shape[-1], device="cpu") < slots.lengths[..., None]
-    if block is None and known is None and torch.equal(valid, in_use):
+    alone = block is None and known is None
+    if alone and torch.equal(valid, torch.arange(valid.shape[-1], device="cpu") < slots.lengths[..., None]):
         gone = valid & ~selection.kept
         most = int(gone.sum(-1).max())
         if moments.key_mean is None or not most:

@@ -98,7 +98,7 @@ def _slot_outputs(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Ten
     return made(True, torch.bool), made(True, torch.bool), made(attends, torch.float32), made(attends, torch.float32)
 
 
-# Kernel: one launch for heads of equally many slots.
+# Kernel: one launch, unless unequal heads collect attention.
 slot_signals = opaque(_slot_outputs, changes=("state",))(by_spec(reference.slot_signals))
 
 # Static shapes, no host sync. Kernel: for centroids, one launch while decoding.
