@@ -26,9 +26,9 @@ def test_fit_is_the_mean_of_the_queries_before_the_rotary_embedding(name):
     for layer, known in fitted.layers.items():
         queries = recorded["q", layer].flatten(0, 1)
         mean, pairs = queries.mean(0), torch.complex(queries[..., :8], queries[..., 8:])
-        torch.testing.assert_close(known.mean.double(), mean, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(known.mean.double(), mean, rtol=1e-5, atol=1e-6)
         excess = pairs.abs().mean(0) - pairs.mean(0).abs()
-        torch.testing.assert_close(known.excess.double(), excess, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(known.excess.double(), excess, rtol=1e-5, atol=1e-6)
     assert not any("_fastkv_config" in vars(module) for module in model.modules()), "the model is as it was"
 
 

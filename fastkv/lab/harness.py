@@ -358,9 +358,14 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[dic
 
 def load_model(where: str, gguf: dict[str, str], options: argparse.Namespace) -> Any:
     """The harness's model with the stock cache. Raises FastKVError if it cannot be loaded."""
+    device = options.device or common.default_device()
+    try:  # the harness takes another one where this is missing
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        why = pretrained.first_line(error)
+        raise FastKVError(f"eval: there is no device {device!r} here ({why}); leave --device out") from error
     with pretrained.loading(f"a model from {options.model}", "name a folder or a model, and check --model-args"):
         arguments = simple_parse_args_string(options.model_args)
-        device = options.device or common.default_device()
         how: dict[str, Any] = {"batch_size": options.batch_size, "device": device, **gguf}
         return FastKVLM(where, **how, **arguments)
 
