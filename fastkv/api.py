@@ -68,7 +68,8 @@ def patch(
             now if the model was not calibrated yet.
         prefill_block: None reads the whole prompt with the stock attention and compresses each layer right after its
             own attention. A number reads the prompt in blocks of that many tokens, which bounds memory. "auto" is the
-            smallest block that computes as long as the weights take to read.
+            smallest block that computes as long as the weights take to read; None where frequencies of the rotary
+            embedding depend on the length.
         evict_every: decode steps between evictions; the cache holds up to `budget + evict_every` tokens per head.
         correction: what evicted tokens add to attention. "moments": their first-order estimate; "mean": its
             zeroth-order part; "centroids": a few weighted pairs; "none": nothing. "matching": values and biases of the
@@ -89,13 +90,16 @@ def patch(
     Returns: the same model.
     Raises: FastKVError if the model or an argument cannot be used; the model is then as it was.
     """
-    block: Any = prefill.ELSEWHERE if prefill_block == "auto" else prefill_block
+    automatic = prefill_block == "auto"
+    if automatic and isinstance(model, Module) and engine.growing(model) is not None:
+        automatic, prefill_block = False, None
+    block: Any = prefill.ELSEWHERE if automatic else prefill_block
     rest = budget, block, evict_every, correction, backend, static, slots
     config = Config.make(settings.POLICY if policy is None else policy, *rest)
     modules = engine.check(model, config)
     otherwise = Config.make(settings.WITHOUT_ROTARY, *rest) if policy is None else None
     config = engine.with_rotations(config, model, modules, otherwise).coded(*engine.sizes(modules))
-    if prefill_block == "auto":
+    if automatic:
         weight = next(model.parameters())
         config = replace(config, prefill_block=prefill.block_tokens(weight.device, weight.dtype))
     config = settings.with_fits(config, model.config, vector)
@@ -160,6 +164,12 @@ def compress(
             "'leverage', 'lagkv', 'knorm', 'manifold' or 'streaming', or read the prefix with a patched model"
         )
     layers = _pairs(cache, model)
+    ahead = getattr(engine.modules.base(model), "rope_deltas", None)
+    if ahead is not None and bool(ahead.any()):
+        raise FastKVError(
+            "this prefix has images or videos, which take fewer positions than tokens, and its cache does not say how "
+            "many; read the prefix with a patched model"
+        )
     valid = _valid(attention_mask, layers[0][0])
     patch(model, policy, budget, **options)
     made = FastKVCache(model)

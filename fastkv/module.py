@@ -180,6 +180,8 @@ class FastKVAttention(Module):
         check_shape(NAME, "v", v, (batch, self.num_kv_heads, num, self.head_dim))
         if mask is not None:
             check_shape(NAME, "mask", mask, (batch, num))
+            if mask.is_floating_point():
+                raise FastKVError(f"{NAME}: mask must be bool, false for padding, got {mask.dtype}; pass mask != 0")
         if self.state is None:
             return
         keys, dtype = self.state.exact.keys, self.state.exact.dtype

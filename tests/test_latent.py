@@ -163,6 +163,10 @@ def test_latents_that_are_expanded_in_another_way_are_refused():
     refused(model, "layer 2 .* expands them to other keys and values than its kv_b_proj makes")
     hook.remove()
     fastkv.patch(model)
+    attention.kv_b_proj = nn.Sequential(projection)  # as an adapter that comes after the patch
+    attention.kv_b_proj.weight = projection.weight
+    ids, _ = prompt(1, 50, (0,))
+    raises("kv_b_proj of DeepseekV3Attention became a Sequential", generate, model, ids)
 
 
 @pytest.mark.parametrize("name", [name for name, why in REFUSED.items() if why is INDEXED])

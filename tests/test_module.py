@@ -385,6 +385,7 @@ def test_refused_when_called():
         r"k must have shape \[2, 2, 30, 16\]": (q, k[:, :, :29], v),
         r"v must have shape \[2, 2, 30, 16\]": (q, k, v[..., :8]),
         r"mask must have shape \[2, 30\]": (q, k, v, torch.ones(2, 31)),
+        "mask must be bool, false for padding, got torch.float32": (q, k, v, torch.zeros(2, 30)),
         r"holds 2 sequences, got 1": (q[:1], k[:1], v[:1]),
         r"buffers of torch.float32 on cpu, got tokens of torch.float64": (q.double(), k.double(), v.double()),
         "needs at least one new token": (q[:, :, :0], k[:, :, :0], v[:, :, :0]),

@@ -196,6 +196,20 @@ def test_caches_know_their_own_positions(name, block, tmp_path):
     caches[0].reset()
     out = model(**read, past_key_values=caches[0])
     close(steps(model, caches[0], likeliest(out.logits)), want[1])
+    ids = read["input_ids"]
+    rows = {"input_ids": torch.cat([ids[:, :3], ids], 1), "attention_mask": (torch.arange(33) > 2).long()[None]}
+    found = []
+    for cache in (caches[0], fastkv.FastKVCache(model)):  # positions count padding in both, or in neither
+        cache.reset()
+        model(**rows, past_key_values=cache)
+        found.append(model(ids[:, :1], past_key_values=cache, attention_mask=torch.ones(1, 34)).logits)
+    assert torch.equal(*found)
+
+
+def test_a_stock_cache_does_not_tell_how_far_images_are_ahead():
+    model, given = build("qwen2_vl"), prompt("qwen2_vl")
+    cache = model(**given, use_cache=True).past_key_values
+    raises("read the prefix with a patched model", fastkv.compress, cache, model, "keydiff", 64)
 
 
 @pytest.mark.parametrize("name", SOME_3D)

@@ -160,6 +160,34 @@ def with_mask_over_the_past(model, ids):
     model(ids[:, :4], past_key_values=cache, attention_mask=torch.ones(1, 1, 4, 54, dtype=torch.bool))
 
 
+def with_mask_over_the_past_of_a_step(model, ids):
+    cache = model(ids).past_key_values
+    model(ids[:, :1], past_key_values=cache, attention_mask=torch.ones(1, 1, 1, 51, dtype=torch.bool))
+
+
+def with_two_parts(model, ids):
+    """The new tokens are of two texts, which do not see each other."""
+    apart = torch.block_diag(*2 * [torch.ones(4, 4)]).tril().bool()[None, None]
+    model(ids[:, :8], past_key_values=model(ids).past_key_values, attention_mask=apart)
+
+
+def with_chunks(model, ids):
+    generate(model, ids, prefill_chunk_size=16)
+
+
+def with_two_crops(model, ids):
+    cache = model(ids).past_key_values
+    cache.activate_past_recording()
+    model(ids[:, :4], past_key_values=cache)
+    cache.crop(-1)
+    cache.crop(-1)
+
+
+def with_gradients(model, ids):
+    with torch.enable_grad():
+        model(ids, labels=ids).loss.backward()
+
+
 def with_prepared_mask(model, ids):
     model(ids, attention_mask=torch.ones(1, 1, 50, 50, dtype=torch.bool))
 
@@ -195,6 +223,12 @@ USES = {
     "crop": ({}, with_layer("crop", -3), "cannot be cropped because evicted pairs are gone"),
     "crop to a length": ({}, with_layer("crop", 30), "cannot be cropped because evicted pairs are gone"),
     "4-D mask over the past": ({}, with_mask_over_the_past, "4-D attention mask over 54 keys"),
+    "4-D mask over the past of a step": ({}, with_mask_over_the_past_of_a_step, "4-D attention mask over 51 keys"),
+    "4-D mask of two parts": ({}, with_two_parts, "hides earlier new tokens from later ones"),
+    "chunks and a share": ({"budget": Budget(keep=0.5)}, with_chunks, "prefill_chunk_size hands a prompt over"),
+    "chunks and kvzip": ({"policy": "kvzip"}, with_chunks, "prefill_chunk_size hands a prompt over in parts"),
+    "crop after a crop": ({}, with_two_crops, "cannot be cropped because evicted pairs are gone"),
+    "gradients": ({"prefill_block": 16}, with_gradients, "has no gradient; read the prompt whole"),
     "4-D mask and blocks": ({"prefill_block": 16}, with_prepared_mask, "needs a 2-D padding mask"),
     "4-D mask and kvzip": ({"policy": "kvzip"}, with_prepared_mask, "needs a 2-D padding mask"),
     "another batch": (
@@ -253,6 +287,42 @@ def test_an_unpatched_model_can_be_pickled():
     model, (ids, _) = build(), prompt(1, 20, (0,))
     again = pickle.loads(pickle.dumps(fastkv.unpatch(fastkv.patch(model, budget=64))))
     assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_a_wrapper_is_refused_and_what_it_wraps_is_not():
+    model = torch.compile(build(), backend="eager")
+    raises("got a OptimizedModule around it", fastkv.patch, model, budget=64)
+
+
+def test_a_dtype_that_came_after_the_patch():
+    model = fastkv.patch(build(), "compactor", 64).to(torch.bfloat16)
+    raises("patched in torch.float32 and is torch.bfloat16 now", model, prompt(1, 50, (0,))[0])
+
+
+def test_windows_of_a_static_cache_cannot_take_tokens_back():
+    model, (ids, _) = fastkv.patch(build("gemma3"), "keydiff", 64), prompt(1, 50, (0,))
+    cache = fastkv.FastKVCache(model, static=True)
+    raises(
+        "make a FastKVCache.model, static=False.",
+        generate,
+        model,
+        ids,
+        past_key_values=cache,
+        prompt_lookup_num_tokens=3,
+    )
+
+
+def test_drafts_for_a_cache_that_compresses_at_once():
+    """A cache that the user brought; what is taken back of its prompt would stay in it."""
+    model, (ids, _) = fastkv.patch(build(), "kvzip", Budget(tokens=20, sinks=2, recent=4)), prompt(1, 50, (0,))
+    cache = fastkv.FastKVCache(model)
+    raises("cannot be cropped", generate, model, ids.repeat(1, 2), past_key_values=cache, prompt_lookup_num_tokens=3)
+
+
+def test_hidden_states_are_those_of_all_blocks():
+    model, (ids, _) = fastkv.patch(build(), "keydiff", 64, prefill_block=16), prompt(1, 50, (0,))
+    made = generate(model, ids, output_hidden_states=True, return_dict_in_generate=True)
+    assert made.hidden_states[0][-1].shape == (1, 50, 48)
 
 
 def test_a_tuple_of_blocks():

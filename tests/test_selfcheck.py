@@ -112,7 +112,10 @@ def test_frequencies_that_change_with_the_length_are_refused(kind):
     frequencies = model.model.rotary_emb.inv_freq.clone()
     with pytest.raises(FastKVError, match=f"layer 0 of LlamaForCausalLM is of type '{kind}', whose frequencies change"):
         fastkv.patch(model, "compactor", 64)
+    with pytest.raises(FastKVError, match=f"of type '{kind}', whose frequencies follow the longest position"):
+        fastkv.patch(model, budget=64, prefill_block=16)
     assert snapshot(model) == before and torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+    assert fastkv.patch(model, budget=64, prefill_block="auto").model._fastkv_config.prefill_block is None
 
 
 @pytest.mark.parametrize("kind, patched", [("llama", False), ("gemma3", True)])

@@ -33,13 +33,14 @@ HELP = """/stats        settings, tokens seen and kept, bytes
 class Conversation:
     """A model, the cache of what was said, and the tokens of it that the cache has not read yet.
 
-    Attributes: pending: [1, T] int64.  ended: whether the last answer ended by itself.
+    Attributes: read: [1, N] int64, tokens of the cache, 0 where they came from a file.  pending: [1, T] int64.
+        ended: whether the last answer ended by itself.
     """
 
     def __init__(self, model: Any, tokenizer: Any, words: int) -> None:
         self.model, self.tokenizer, self.words = model, tokenizer, words
         self.cache = FastKVCache(model)
-        self.pending = torch.zeros(1, 0, dtype=torch.long, device=model.device)
+        self.read = self.pending = torch.zeros(1, 0, dtype=torch.long, device=model.device)
         self.ended = self.stopped = False
 
     @torch.no_grad()
@@ -47,39 +48,43 @@ class Conversation:
         """The model's answer to a message, drawn as its generation config says."""
         words = turn(self.tokenizer, said, first=not self.cache.get_seq_length(), ended=self.ended)
         new = self.tokenizer(words, return_tensors="pt", add_special_tokens=False).input_ids.to(self.model.device)
-        # `generate` wants all tokens, looks at their number, and reads those that the cache has not seen.
-        seen = torch.zeros(1, self.cache.get_seq_length(), dtype=torch.long, device=self.model.device)
-        ids = torch.cat([seen, self.pending, new], 1)
+        ids = torch.cat([self.read, self.pending, new], 1)  # `generate` reads those that the cache has not seen
         self.stopped = False
         with interrupted(self):
-            whole = self.model.generate(
+            made = self.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 **{CACHE: self.cache},
                 max_new_tokens=self.words,
                 streamer=streamer,
+                return_dict_in_generate=True,
                 stopping_criteria=[lambda so_far, scores: torch.full(so_far.shape[:1], self.stopped)],
             )
-        reply = whole[0, ids.shape[1] :]
-        self.pending = whole[:, self.cache.get_seq_length() :]
+        reply, self.cache = made.sequences[0, ids.shape[1] :], made.past_key_values
+        self.read, self.pending = made.sequences.tensor_split([int(self.cache.get_seq_length())], 1)
         self.ended = int(reply[-1]) in ends_of(self.model)
         return str(self.tokenizer.decode(reply, skip_special_tokens=True))
 
     def reset(self) -> None:
         """Forget everything."""
-        self.cache, self.pending, self.ended = FastKVCache(self.model), self.pending[:, :0], False
+        self.cache, self.ended = FastKVCache(self.model), False
+        self.read = self.pending = self.pending[:, :0]
 
     @torch.no_grad()
     def save(self, path: str) -> None:
         """Write the cache, which reads first what it has not read yet. Raises: FastKVError as `FastKVCache.save`."""
         if self.pending.shape[1]:
+            end = self.tokenizer.eos_token_id
+            if not self.ended and self.tokenizer.chat_template is not None and end is not None:  # as `load` expects
+                self.pending, self.ended = torch.cat([self.pending, self.pending.new_tensor([[end]])], 1), True
             self.model(self.pending, **{CACHE: self.cache})
-            self.pending = self.pending[:, :0]
+            self.read, self.pending = torch.cat([self.read, self.pending], 1), self.pending[:, :0]
         self.cache.save(path)
 
     def load(self, path: str) -> None:
         """Go on with a saved conversation. Raises: FastKVError as `FastKVCache.load`."""
         self.cache = FastKVCache.load(path, self.model)
+        self.read = self.pending.new_zeros(1, self.cache.get_seq_length())
         self.pending, self.ended = self.pending[:, :0], True
 
 

@@ -33,9 +33,9 @@ from . import attention, forward, modules, selfcheck, stock
 from .cache import build_layers, is_static, stock_layers
 from .layer import FastKVLayer
 from .modules import sizes
-from .selfcheck import rotations, with_rotations
+from .selfcheck import growing, rotations, with_rotations
 
-__all__ = ["REFUSED", "TESTED", "attach", "check", "detach", "rotations", "sizes", "with_rotations"]
+__all__ = ["REFUSED", "TESTED", "attach", "check", "detach", "growing", "rotations", "sizes", "with_rotations"]
 
 FOUND = Path(__file__).with_name("families.json")  # what `python -m tests.families --write` found
 _found = json.loads(FOUND.read_text(encoding="utf-8"))
@@ -118,6 +118,11 @@ def check(model: Module, config: Config, runs: bool = True) -> list[Module]:
         raise FastKVError(
             f"patch needs the model inside the adapter, got {type(model).__name__}; patch model.get_base_model()"
         )
+    if "config" not in vars(model):  # as torch.compile's wrapper, which hands on what it does not have
+        raise FastKVError(
+            f"patch needs the model itself, got a {type(model).__name__} around it, whose generate would go past the "
+            "patch; patch the model first and wrap it then"
+        )
     adapters = getattr(model, "peft_config", {})
     if any(adapter.is_prompt_learning for adapter in adapters.values()):
         raise FastKVError(
@@ -136,6 +141,12 @@ def check(model: Module, config: Config, runs: bool = True) -> list[Module]:
     whole = whole_only(types)
     if whole is not None and config.prefill_block is not None:
         raise FastKVError(f"{whole}; use prefill_block=None")
+    grown = growing(model)
+    if grown is not None and config.prefill_block is not None:
+        raise FastKVError(
+            f"the rotary embedding of {type(model).__name__} is of type {grown!r}, whose frequencies follow the "
+            "longest position of a call, and a block knows only its own; use prefill_block=None"
+        )
     layers = build_layers(model, config, CacheWorkspace())
     full = [index for index, layer in enumerate(layers) if isinstance(layer, FastKVLayer)]
     if not full:
@@ -284,12 +295,14 @@ def attach(model: Module, found: list[Module], config: Config) -> None:
     _override(decoder, "_fastkv_decoder_forward", decoder.forward)
     _override(decoder, "forward", forward.replacing(type(decoder).forward, forward.decoder_forward))
     _override(base, "_fastkv_config", config)
+    _override(base, "_fastkv_dtype", model.dtype)
     _override(base, "_fastkv_num_layers", len(stock_layers(model)))
     _override(base, "_fastkv_head", modules.get_head(model))
     _override(base, "_fastkv_base_forward", base.forward)
     _override(base, "forward", forward.replacing(type(base).forward, forward.base_forward))
     if base is not model:
         _override(model, "_fastkv_config", config)
+        _override(model, "_fastkv_dtype", model.dtype)
         model.register_forward_pre_hook(forward.announce_logits, with_kwargs=True)
     if hasattr(model, "_prepare_cache_for_generation"):
         _override(model, "_prepare_cache_for_generation", forward.prepare_cache)

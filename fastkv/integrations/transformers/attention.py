@@ -120,6 +120,32 @@ def _further_tensors(given: dict[str, Any]) -> list[str]:
     return [name for name, value in given.items() if isinstance(value, Tensor) and name not in POSITIONS]
 
 
+class _Detached(torch.autograd.Function):
+    """Attention to a past that keeps no gradients: it can be read and not differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, query: Tensor) -> Tensor:
+        """The attention; query: what it was made of, which autograd follows."""
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
+        """Refused."""
+        raise FastKVError(
+            "attention to a compressed past has no gradient; read the prompt whole (prefill_block=None) and without a "
+            "past, or call the model with use_cache=False"
+        )
+
+
+def _handed_on(out: Tensor, query: Tensor) -> Tensor:
+    """Attention [B, Hq, T, Dv] as the interface wants it, [B, T, Hq, Dv]."""
+    out = out.transpose(1, 2).contiguous()
+    follows = torch.is_grad_enabled() and query.requires_grad and not out.requires_grad
+    if not follows or torch.compiler.is_compiling():
+        return out
+    return _Detached.apply(out, query)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def _named(module: Module) -> str:
     return f"layer {module.layer_idx} ({type(module).__name__})"
 
@@ -173,7 +199,7 @@ def fastkv_attention(
 
     if module.layer_idx != fastkv_layer.cache.layer:  # the keys are another layer's, and nothing is added to them
         check_call(module, query, key, {**kwargs, "s_aux": s_aux}, softcap)
-        return fastkv_layer.attend_shared(query, Attends(scale, softcap), alone).transpose(1, 2).contiguous(), None
+        return _handed_on(fastkv_layer.attend_shared(query, Attends(scale, softcap), alone), query), None
     check_call(module, query, key, kwargs, softcap)
     q = modules.absorbed(module, query) if has_latents else query
     over_latents = has_latents and not fastkv_layer.begins
@@ -187,4 +213,4 @@ def fastkv_attention(
         out = fastkv_layer.attend(q, key, value, valid, how, alone)
     if over_latents:
         out = modules.lifted(module, out)
-    return out.transpose(1, 2).contiguous(), None
+    return _handed_on(out, query), None

@@ -67,6 +67,11 @@ class FastKVCache(Cache):
             raise FastKVError(
                 f"FastKVCache needs a patched model, got {type(model).__name__}; call fastkv.patch(model) first"
             )
+        if config.rotations and model.dtype != model._fastkv_dtype:
+            raise FastKVError(
+                f"the model was patched in {model._fastkv_dtype} and is {model.dtype} now, which rounds its rotary "
+                "embedding anew; call fastkv.patch again"
+            )
         model_config: Any = model.config
         positions = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None) or FIRST_TABLE
         static = is_static(model, config.static if static is None else static)
@@ -146,6 +151,14 @@ class FastKVCache(Cache):
             own = isinstance(layer, (FastKVLayer, WindowLayer))
             found += layer.changed() if own else stock.tensors(layer).values()
         return found
+
+    def activate_past_recording(self) -> None:
+        """As transformers' caches. Raises: FastKVError for rings, which have no end to cut."""
+        if self.windows:
+            raise FastKVError(
+                "the sliding windows of a static cache cannot take tokens back; make a FastKVCache(model, static=False)"
+            )
+        super().activate_past_recording()
 
     # Layers with a sliding window, of a static cache.
 

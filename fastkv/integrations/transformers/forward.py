@@ -175,7 +175,8 @@ SLIDING_ROLLBACK = Version("5.23")  # first transformers whose sliding-window la
 def announce_logits(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Pre-hook of the model: tell the block loop how many last rows lm_head will read, so that it keeps no more."""
     wanted = kwargs.get("logits_to_keep")
-    if type(wanted) is int and wanted > 0 and kwargs.get("labels") is None:
+    others = (kwargs.get(name) for name in ("output_hidden_states", "output_router_logits"))
+    if type(wanted) is int and wanted > 0 and kwargs.get("labels") is None and not any(others):
         kwargs["fastkv_rows"] = wanted
     return args, kwargs
 
@@ -183,6 +184,14 @@ def announce_logits(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """`generate` asks for a cache here; give it a FastKVCache unless the user brought one or wants none."""
     stock = type(self)._prepare_cache_for_generation
+    config, brought = self._fastkv_config, model_kwargs.get(CACHE)
+    begins = brought is None or (isinstance(brought, FastKVCache) and not brought.started)
+    if begins and getattr(generation_config, "prefill_chunk_size", None) and generation_config.use_cache is not False:
+        if config.budget.follows_prompt or config.deferred:
+            raise FastKVError(
+                "prefill_chunk_size hands a prompt over in parts, of which the first would decide how much is kept; "
+                "leave it out, give a budget in tokens, or use prefill_block of fastkv.patch"
+            )
     if model_kwargs.get(CACHE) is not None or generation_config.use_cache is False:
         return stock(self, generation_config, model_kwargs, *args, **kwargs)
     if getattr(generation_config, "is_assistant", False):
@@ -252,6 +261,11 @@ def is_step(cache: FastKVCache, total: int, mask: Any) -> bool:
     """
     if not cache.decodes(total):
         return False
+    if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-1] != total:
+        raise FastKVError(
+            f"got a 4-D attention mask over {mask.shape[-1]} keys, but a compressed cache keeps no mask columns for "
+            "its past; pass a 2-D padding mask"
+        )
     if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or mask.ndim != 2:
         return True
     return mask is cache.known_mask or not ends_in_padding(mask)

@@ -254,7 +254,7 @@ class FastKVLayer(CacheLayerMixin):
         drop = self.seen - tokens_to_remove if tokens_to_remove > 0 else -tokens_to_remove
         if drop <= 0 and self.cache.pending is None:
             return
-        if not self.is_croppable:
+        if not self.is_croppable or self.cache.pending is None:  # what was accepted is compressed
             raise FastKVError(
                 "a compressed cache cannot be cropped because evicted pairs are gone; start from a new cache, or use "
                 "assisted decoding with transformers >= 5.14, which announces roll-backs"

@@ -300,6 +300,11 @@ def lifted(module: Any, out: Tensor) -> Tensor:
 
 def _maps(module: Any) -> tuple[Tensor, Tensor]:
     """From latents to keys [H, nope, rank] and to values [H, v, rank], of each head."""
+    if not isinstance(module.kv_b_proj, Linear):
+        raise FastKVError(
+            f"kv_b_proj of {type(module).__name__} became a {type(module.kv_b_proj).__name__} after the model was "
+            "patched; merge the adapter, or unpatch the model"
+        )
     rows = module.kv_b_proj.weight.detach().unflatten(0, (-1, module.qk_nope_head_dim + module.v_head_dim))
     to_key, to_value = rows.split([module.qk_nope_head_dim, module.v_head_dim], 1)
     return to_key, to_value

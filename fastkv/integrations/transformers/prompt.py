@@ -138,6 +138,8 @@ def read_prompt(decoder: Any, cache: FastKVCache, given: dict[str, Any]) -> Any:
     for layer in cache.compressed:
         layer.expected = total
     deltas = cache.deltas_after(positions, total, prompt.padding)
+    if positions is None and cache.rope_deltas is not None and not cache.started and prompt.padding is not None:
+        deltas = total - prompt.padding[:, -total:].long().sum(-1, keepdim=True)  # transformers counts padding
     if in_blocks(cache, total):
         out = _read_blocks(decoder, cache, given, total)
     else:
@@ -179,15 +181,30 @@ def _read(decoder: Any, cache: FastKVCache, given: dict[str, Any], left: int, nu
     padding, shared = cache.prompt.padding, cache.workspace
     if padding is not None:
         end = padding.shape[1] - left
-        shared.real = padding[:, end - num : end].bool()
+        shared.real = padding[:, end - num : end].bool().contiguous()  # kernels want rows without gaps
     if cache.started:  # without a past the stock attention follows the mask
         mask = given.get("attention_mask")
-        ahead = later_tokens(mask.get("full_attention") if isinstance(mask, dict) else mask, num)
+        mask = mask.get("full_attention") if isinstance(mask, dict) else mask
+        _check_causal(mask, num)
+        ahead = later_tokens(mask, num)
         shared.ahead = None if ahead is None or not bool(ahead.any()) else ahead
     try:
         return decoder._fastkv_decoder_forward(**given)
     finally:
         shared.ahead = shared.real = None
+
+
+def _check_causal(mask: Any, num: int) -> None:
+    """Raise FastKVError if a 4-D mask hides an earlier real token of a block of `num` from a later one. One sync."""
+    if not isinstance(mask, Tensor) or mask.ndim != 4:
+        return
+    seen = stock.seen(mask[:, 0, -num:, -num:])
+    real = seen.diagonal(dim1=-2, dim2=-1)
+    if bool((~seen & real[:, None] & real[..., None]).tril().any()):
+        raise FastKVError(
+            "the mask hides earlier new tokens from later ones, which a compressed cache with a past cannot follow; "
+            "read such parts in calls of their own"
+        )
 
 
 def _read_blocks(decoder: Any, cache: FastKVCache, given: dict[str, Any], total: int) -> Any:

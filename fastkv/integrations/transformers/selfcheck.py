@@ -26,6 +26,7 @@ from . import modules
 from .stock import CACHE
 
 FIXED = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not change with the length
+GROWING = ("dynamic", "longrope")  # those that do
 POSITION = 7  # far enough that every pair of dimensions that matters is turned, and no multiple of any other
 ROWS = 4  # tokens that are looked at: one alone may be padding, whose embedding is zero
 SMALL = 2**20  # numbers of a buffer that a forward may change; larger ones are weights (GPTQ, AWQ)
@@ -104,6 +105,11 @@ def embeddings(decoder: Module) -> list[Embedding]:
             scaling: Any = getattr(module, f"{prefix}attention_scaling", 1.0)
             found.append(Embedding(kind, frequencies.to(torch.float32, copy=True), float(scaling)))
     return found
+
+
+def growing(model: Module) -> str | None:
+    """The kind of a model's rotary embedding whose frequencies change with the length, None without any."""
+    return next((one.kind for one in embeddings(model) if one.kind in GROWING), None)
 
 
 def rotations(model: Module, layers: Iterable[int], halves: bool = False) -> dict[int, Rotary]:
