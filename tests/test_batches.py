@@ -166,6 +166,22 @@ def test_a_prompt_whose_last_block_is_one_token(setting, block, side, static, tm
         account(cache, mask.sum(-1))
 
 
+@pytest.mark.parametrize("policy", ["keydiff", "kvzip"])
+def test_masks_that_are_not_numbers(policy):
+    """Kernels want rows without gaps, and a part of a mask of booleans is no copy."""
+    model, ids = distinct()
+    fastkv.patch(
+        model,
+        policy,
+        fastkv.Budget(tokens=20, sinks=2, recent=4),
+        backend="triton",
+        prefill_block=None if policy == "kvzip" else 16,
+    )
+    batch, mask = rows_of(ids, ODD, 33, "left")
+    want, got = (model(batch, attention_mask=one).logits[:, -1] for one in (mask, mask.bool()))
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("setting,static", covering(SETTINGS, [False, True], together=1))
 def test_turns_of_one_token_that_is_padding_for_some_rows(setting, static, tmp_path):
     """One row or another, all of them, and several times between evictions."""

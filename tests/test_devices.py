@@ -3,6 +3,9 @@
 There is one real device here. The second is meta, which has shapes and no data: enough to see where things are.
 """
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
@@ -11,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import fastkv
 from fastkv.cpu import operations
+from fastkv.integrations.transformers.cache import is_static
 
 from .models import build, compressed_layers, generate, prompt, raises, small
 from .pairwise import covering
@@ -44,6 +48,18 @@ def test_dispatched_models_write_the_same(name, first):
     model = dispatched(patched(name)) if first else patched(name, dispatched(build(name)))
     assert len([m for m in model.modules() if hasattr(m, "_hf_hook")]) > 4, "hooks are there"
     assert torch.equal(written(model), written(patched(name)))
+
+
+def test_scores_that_wait_for_a_gpu_are_not_captured():
+    model = build()
+    for policy, waits in (("compactor", False), ("leverage", False), (fastkv.policies.Leverage(method="svd"), True)):
+        assert fastkv.policies.get(policy).waits is waits
+    on_gpu = copy.copy(model)
+    object.__setattr__(on_gpu, "parameters", lambda: [SimpleNamespace(device=torch.device("cuda"))])
+    waiting = fastkv.policies.CriticalKV(base=fastkv.policies.Compactor(method="eig"))
+    raises("scores wait for the GPU; use method='cholesky' or leave static out", is_static, on_gpu, True, waiting)
+    assert not is_static(on_gpu, None, waiting) and is_static(on_gpu, None, fastkv.policies.get("compactor"))
+    assert is_static(model, True, waiting), "a CPU waits for nothing"
 
 
 def test_unpatching_keeps_hooks():

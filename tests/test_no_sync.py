@@ -11,12 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fastkv
+from fastkv import reference
 from fastkv.cache import CacheWorkspace
 from fastkv.cache.pages import PagedBlocks, PagedLayer, PagedRule
 from fastkv.config import Config
 
 from .models import build, compressed_layers, policy, prompt
 from .pairwise import covering
+from .states import make_spec, make_state
 from .test_paged import calibrated
 from .test_vector_cache import mapping
 
@@ -90,6 +92,16 @@ def test_a_step_neither_waits_nor_copies(name, correction, heads, tmp_path):
             evictions += cache.workspace.clock.now.evicts
     assert evictions == 1
     assert not crossings.found
+
+
+def test_nor_does_a_step_of_the_reference_in_a_slab():
+    """Which a GPU takes where values are recovered from the keys of all heads."""
+    with torch.device("meta"):
+        slab, numbers = torch.empty(1, 20, 16), torch.zeros(1, 20, dtype=torch.int32)
+        lengths, starts = (torch.zeros(1, heads, dtype=torch.int32) for heads in (2, 3))
+        state = make_state(slab, slab.clone(), lengths, numbers, starts=starts, limit=12)
+        q, k = torch.empty(1, 4, 16), torch.empty(1, 2, 1, 16)
+        assert reference.decode_step(q, k, k, state, make_spec(backend="reference"))[0].shape == q.shape
 
 
 @pytest.mark.parametrize("name,heads", covering(["keydiff", "momentkv", "h2o", "noncausal"], [*HEADS, "calibrated"]))

@@ -8,6 +8,7 @@ import torch
 
 import fastkv
 from fastkv import ops, reference
+from fastkv.kernels import slot_signals
 from fastkv.ops.operator import flat, restored
 from fastkv.reference import Centroids, LayerState, Moments, Recovery, Slots
 from fastkv.rotary import Rotary
@@ -313,6 +314,16 @@ def test_an_operator_is_its_function(name):
     assert all(torch.equal(one, other) for one, other in zip(results, others, strict=True))
     for one, other in zip((one for one in found if isinstance(one, LayerState)), states, strict=True):
         assert_same(one, other)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_many_candidates_are_found_by_sorting(ragged, monkeypatch):
+    monkeypatch.setattr(slot_signals, "FEW", 0)
+    known, positions, valid = torch.rand(B, HKV, C), candidates()[0].flip(-1), torch.rand(B, HKV, C) > 0.2
+    found = remembering(ragged), remembering(ragged)
+    for state, backend in zip(found, ("triton", "reference")):
+        ops.memorise(known, positions, valid, state, make_spec(backend=backend))
+    assert torch.equal(found[0].exact.memory, found[1].exact.memory) and found[0].exact.memory.any()
 
 
 def test_flat_states_come_back_whole():

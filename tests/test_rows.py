@@ -17,7 +17,7 @@ from fastkv.cache.layer import evict
 from fastkv.cache.layout import Layout
 from fastkv.cache.pages import ALIGNMENT, PagedBlocks, PagedLayer, PagedRule, PageFormat
 from fastkv.config import Config
-from fastkv.kernels import operations
+from fastkv.kernels import operations, slot_signals
 from fastkv.kernels._attention import _home, _page
 from fastkv.ops.operator import flat
 from fastkv.reference import FORMATS, LayerState, Spec
@@ -154,15 +154,16 @@ def paged(policy, correction="auto"):
     return made
 
 
-@pytest.mark.parametrize("policy", ["keydiff", "momentkv", "snapkv", "noncausal"])
+@pytest.mark.parametrize("policy", ["keydiff", "momentkv", "snapkv", "noncausal", "noncausal of many"])
 def test_evictions_happen_in_pages(policy, monkeypatch):
-    """Nothing is written back, and the rows of a batch that are not due stay as they are."""
+    """Nothing is written back but what is found by sorting, and rows that are not due stay as they are."""
+    policy, _, many = policy.partition(" ")
     layer = paged(policy, "centroids" if policy == "snapkv" else "auto")
     one, rule = layer.state.at(torch.tensor([1])), layer.rule
     other, others = copied(one), torch.tensor([2, 3, 4])
     before = other.at(others).taken()
     evict(one, rule)
-    monkeypatch.setattr(LayerState, "put", None)
+    monkeypatch.setattr(*(slot_signals, "FEW", 0) if many else (LayerState, "put", None))
     evict(other.at(torch.tensor([0, 1, 0])), replace(rule, spec=replace(rule.spec, backend="triton")))
     theirs = tokens_of(one.taken())
     assert int(theirs["exact.lengths"].max()) == 12

@@ -114,7 +114,10 @@ class CacheWorkspace:
 
         Raises: FastKVError for a batch larger than the largest that was announced.
         """
-        tiers = [(slots.keys.shape[1:], slots.starts is not None, slots.limit) for slots in state.tiers.values()]
+        # Of the longest head its power of two counts, or heads that trade would ask for new memory after every block.
+        tiers = [
+            (slots.keys.shape[1:], slots.starts is not None, slots.limit.bit_length()) for slots in state.tiers.values()
+        ]
         parts = None if state.parts is None else state.parts.count.shape[1:]
         device = state.exact.keys.device
         shape = (device, num_heads, *tiers, state.exact.attention is not None, parts)

@@ -272,10 +272,11 @@ def context_nll(
         end = min(start + step, length - 1)
         logits = head(hidden[:, start:end])
         logits = softcapped(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
-        said = logits.gather(-1, ids[:, start + 1 : end + 1, None])[..., 0]
+        said = logits.gather(-1, ids[:, start + 1 : end + 1, None].to(logits.device))[..., 0]
         missed = logits.logsumexp(-1) - said
-        total += torch.where(counted[:, start:end], missed, 0.0).double().sum(1)
-    return total / counted.sum(1).clamp(min=1)
+        missed = torch.where(counted[:, start:end].to(missed.device), missed, 0.0)
+        total += missed.double().sum(1).to(total.device)  # the head may be on another device
+    return total / counted.sum(1).clamp(min=1).to(total.device)
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,9 @@ def _logit_kernel(
     BD: tl.constexpr = TILE.BD
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
-    head = tl.program_id(0).to(tl.int64)  # of queries, of all sequences
+    head = tl.program_id(1).to(tl.int64)  # of queries, of all sequences
     kv = head // TILE.G
-    key = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    key = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = tl.load(valid_ptr + kv * N + key, mask=key < N, other=0) != 0
     keys_ptr = keys.ptr + (kv // HEADS) * keys.stride_b + (kv % HEADS) * keys.stride_h
     row_ptr = keys_ptr + key.to(tl.int64)[:, None] * keys.stride_t
@@ -411,7 +411,7 @@ def expected_attention(
         lengths, sums, mask = torch.empty_like(found), logits.new_empty(batch, num_heads, 2), valid.view(torch.uint8)
         padded = pow2(dim, 64)
         some, rows, num_warps = TILES[padded]
-        _logit_kernel[batch * num_heads, triton.cdiv(num, some)](
+        _logit_kernel[triton.cdiv(num, some), batch * num_heads](
             View.of(keys), View.of(values), mask, mean, covariance, logits, lengths, scale, num,
             TILE=Tile(heads, groups, dim, padded, values.shape[-1], some, rows), num_warps=num_warps,
             num_stages=stages(2),

@@ -58,8 +58,8 @@ class Tile(NamedTuple):
 @triton.jit
 def _stretch(N, window, rows_per_split, splits):
     """The ranks [low, high) of a program: a split of a window."""
-    start = tl.program_id(1) // splits * window
-    low = start + tl.program_id(1) % splits * rows_per_split
+    start = tl.program_id(0) // splits * window
+    low = start + tl.program_id(0) % splits * rows_per_split
     return low, tl.minimum(tl.minimum(low + rows_per_split, start + window), N)
 
 
@@ -98,7 +98,7 @@ def _sum_kernel(
     TILE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     BD: tl.constexpr = TILE.BD
-    head = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
     low, high = _stretch(N, window, rows_per_split, splits)
     total = tl.zeros([BD], tl.float32)
     count = tl.zeros([], tl.int32)
@@ -109,7 +109,7 @@ def _sum_kernel(
             k = k / _norm(k)[:, None]
         total += tl.sum(k, 0)
         count += tl.sum(real.to(tl.int32), 0)
-    part = head * tl.num_programs(1) + tl.program_id(1)
+    part = head * tl.num_programs(0) + tl.program_id(0)
     tl.store(sums_ptr + part * BD + tl.arange(0, BD), total)
     tl.store(counts_ptr + part, count)
 
@@ -120,9 +120,9 @@ def _score_kernel(
     TILE: tl.constexpr, METRIC: tl.constexpr,
 ):  # fmt: skip
     BD: tl.constexpr = TILE.BD
-    head = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
     low, high = _stretch(N, window, rows_per_split, splits)
-    part = head * tl.num_programs(1) + tl.program_id(1) // splits * splits
+    part = head * tl.num_programs(0) + tl.program_id(0) // splits * splits
     total = tl.zeros([BD], tl.float32)
     count = tl.zeros([], tl.int32)
     for split in range(0, splits):
@@ -170,9 +170,9 @@ def _scores(
     block = BLOCK_N[width] // (1 if rotary is None else 2)  # turning takes registers
     rows = triton.cdiv(max(LEAST_ROWS, triton.cdiv(window, MAX_SPLITS)), block) * block
     splits = triton.cdiv(window, rows)
-    grid = (batch * heads, triton.cdiv(num, window) * splits)
-    sums = torch.empty(*grid, width, dtype=torch.float32, device=keys.device)
-    counts = torch.empty(*grid, dtype=torch.int32, device=keys.device)
+    grid = (triton.cdiv(num, window) * splits, batch * heads)
+    sums = torch.empty(grid[1], grid[0], width, dtype=torch.float32, device=keys.device)
+    counts = torch.empty(grid[1], grid[0], dtype=torch.int32, device=keys.device)
     known = Real(order, lengths, None if mask is None else mask.view(torch.uint8))
     sizes, tile, turn = (num, window, rows, splits), Tile(heads, dim, width, block), Turn()
     if rotary is not None and positions is not None:

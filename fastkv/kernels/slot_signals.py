@@ -5,7 +5,7 @@ candidates by age, and where what is remembered of them belongs.
 
 Twins of `reference.slot_signals`, `in_order` and `memorise`. Of up to FEW candidates, each is compared with all others:
 how many come before it is its place. Of more, a launch makes the numbers that torch sorts, and counts them. Another
-finds the candidate of every slot by its position: each program compares a tile of slots with all candidates.
+finds the candidate of every slot by its position: each program compares a tile of slots with up to FEW candidates.
 Bytes per slot: 4 for the position, 2 for the masks, 16 for attention and queries; per head with C slots and N
 candidates: 8 C, and 9 N C / 64 from L2; N for C where candidates are compared.
 Does not handle: attention that heads of unequally many slots collect, tokens without values.
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import reference
 from ..errors import check_shape
 from ..reference import LayerState, Spec
 from ._arguments import StatePointers
@@ -166,7 +167,7 @@ def _memorise_kernel(
     used = inside & (slot < tl.load(state.lengths_ptr + own))
     position = tl.load(state.positions_ptr + place, mask=used, other=-1)
     found = tl.zeros([SLOTS], tl.float32)
-    for first in range(0, N, CANDIDATES):
+    for first in range(0, tl.where(tl.max(used.to(tl.int32), 0) > 0, N, 0), CANDIDATES):
         index = first + tl.arange(0, CANDIDATES)
         real = tl.load(valid_ptr + pair * N + index, mask=index < N, other=0) != 0
         theirs = tl.load(positions_ptr + pair * N + index, mask=real, other=-2)
@@ -176,7 +177,7 @@ def _memorise_kernel(
 
 
 def memorise(known: Tensor, positions: Tensor, valid: Tensor, state: LayerState, spec: Spec) -> None:
-    """`reference.memorise`: one launch, no host sync.
+    """`reference.memorise`: one launch, or its sorts of more than FEW candidates; no host sync.
 
     Raises: FastKVError for shapes or strides that do not fit.
     """
@@ -187,6 +188,10 @@ def memorise(known: Tensor, positions: Tensor, valid: Tensor, state: LayerState,
     check_shape(op, "memory", slots.memory, (None, *slots.keys.shape[1:-1]))
     pointers = StatePointers.of(slots, "positions", "lengths", "starts")
     page = check_rows(op, state, pointers, memory=slots.memory)
+    if valid.shape[2] > FEW:
+        with state.gathered(only=("seen", "lengths", "starts", "positions", "memory")) as own:
+            reference.memorise(known, positions, valid, own, spec)
+        return
     each = slots.keys.shape[-2]  # of a head, or of the slab
     if valid.numel() or each:
         _memorise_kernel[state.batch * state.heads, triton.cdiv(slots.limit, SLOTS)](

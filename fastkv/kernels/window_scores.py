@@ -124,17 +124,17 @@ def _lse_kernel(
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     head = tl.program_id(2).to(tl.int64)
     batch, kv = head // HEADS, head % HEADS
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block_ptr = known.valid_ptr + batch * HEADS * N + N - T
     _, real = _real_before(block_ptr, 0, T, SCAN)
     rank = real - W + row // G
     token = _of_rank(block_ptr, rank, real - W, real - 1, T)
     token = tl.where((rank >= 0) & (row < W * G), token, -1)
-    if (tl.program_id(0) == 0) & (kv == 0):
+    if (tl.program_id(1) == 0) & (kv == 0):
         tl.store(parts.tokens_ptr + batch * W + row // G, token, mask=(row % G == 0) & (row < W * G))
-        if tl.program_id(1) == 0:
+        if tl.program_id(0) == 0:
             tl.store(parts.queried_ptr + batch, tl.minimum(real, W).to(tl.float32))
-    low = tl.program_id(0) * keys_per_split
+    low = tl.program_id(1) * keys_per_split
     high = tl.minimum(low + keys_per_split, N)
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -146,7 +146,7 @@ def _lse_kernel(
         floor = tl.where(new_top == -float("inf"), 0.0, new_top)
         total = total * tl.exp2(top - floor) + tl.sum(tl.exp2(logits - floor[:, None]), 1)
         top = new_top
-    spot = (head * tl.num_programs(0) + tl.program_id(0)) * W * G + row
+    spot = (head * tl.num_programs(1) + tl.program_id(1)) * W * G + row
     tl.store(parts.tops_ptr + spot, top, mask=row < W * G)
     tl.store(parts.totals_ptr + spot, total, mask=row < W * G)
 
@@ -245,6 +245,6 @@ def observed_attention(
     inputs = View.of(q), View.of(keys), Known(positions, valid.view(torch.uint8), bias, log_mass, sink_logits), parts
     numbers, sizes = (Scaling(scale, softcap), watched, num, length), Tile(heads, groups, dim, width, rows, tile)
     launch = {"TILE": sizes, "num_warps": warps, "num_stages": stages(depth)}
-    _lse_kernel[(splits, tiles, batch * heads)](*inputs, *numbers, split, **launch)
+    _lse_kernel[(tiles, splits, batch * heads)](*inputs, *numbers, split, **launch)
     _column_kernel[(triton.cdiv(length, tile), batch * heads)](*inputs, scores, *numbers, splits, **launch)
     return scores, queried

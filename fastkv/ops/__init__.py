@@ -190,7 +190,7 @@ def write_rows(
     implementation("write_rows", "triton", out.device.type)(blocks, own, sequence, within, out, *moved)
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=4096)  # of each layer, whose heads may differ, a few
 def _table(stretches: tuple[tuple[int, int, int], ...], device: torch.device) -> tuple[Tensor, list[int], int, int]:
     """The table for stretches of which are given: first byte in a page, bytes of a row of the copy, of a slot.
 

@@ -93,11 +93,13 @@ class TOVA(Policy):
         places = torch.where(valid, parallel.gather(signals.positions), torch.iinfo(torch.int32).max).flatten(1)
         ordered, order = places.sort(-1)
         token = pad((ordered.diff(dim=-1) != 0).long(), (1, 0)).cumsum(-1)
-        totals = weights.new_zeros(2, *places.shape)
-        for total, part in zip(totals, (weights.flatten(1), torch.ones_like(weights).flatten(1))):
-            total.scatter_add_(-1, token, part.gather(-1, order))
-        mean = (totals[0] / totals[1].clamp(min=1)).gather(-1, token)
-        return parallel.own(torch.empty_like(mean).scatter_(-1, order, mean).view_as(weights))
+        token = torch.empty_like(token).scatter_(-1, order, token).view(places.shape[0], weights.shape[1], -1)
+        totals, holders = weights.new_zeros(2, *places.shape)
+        for head in range(weights.shape[1]):  # one by one, so that a device adds up in this order
+            totals.scatter_add_(-1, token[:, head], weights[:, head])
+            holders.scatter_add_(-1, token[:, head], torch.ones_like(weights[:, head]))
+        mean = totals / holders.clamp(min=1)
+        return parallel.own(mean.gather(-1, token.flatten(1)).view_as(weights))
 
 
 @dataclass(frozen=True)

@@ -171,11 +171,13 @@ class Policy:
         name: the name in `fastkv.patch(model, policy=name)`.
         adaptive: whether scores can be compared between the heads of a layer, as `Budget(heads="adaptive")` needs.
         correction: the meaning of `correction="auto"`; "none" for a plain eviction baseline.
+        waits: whether scores wait for the device, as some of torch.linalg do: no graph of a step can be captured then.
     """
 
     name: ClassVar[str]
     adaptive: ClassVar[bool] = True
     correction: ClassVar[str] = "none"
+    waits: ClassVar[bool] = False
 
     @property
     def needs(self) -> frozenset[str]:

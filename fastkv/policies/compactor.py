@@ -109,6 +109,11 @@ class Leverage(Policy):
                 f"{self.sketch}; pass None for unsketched keys, or method='qr'"
             )
 
+    @property
+    def waits(self) -> bool:  # type: ignore[override]
+        """Whether torch's decomposition of this method does."""
+        return self.method not in ("cholesky", "srht")
+
     def score(self, signals: Signals) -> Tensor:
         """Leverage of each key among the cached ones."""
         return ops.leverage_scores(
@@ -155,6 +160,11 @@ class Compactor(NonCausal):
         if not 0 <= self.blend < math.inf:
             raise FastKVError(f"compactor: blend must be a finite weight of at least 0, got {self.blend!r}; try 0.3")
         self._leverage()
+
+    @property
+    def waits(self) -> bool:  # type: ignore[override]
+        """As the leverage does."""
+        return self._leverage().waits
 
     def _leverage(self) -> Leverage:
         return Leverage(self.sketch, self.method, self.seed, self.centred)

@@ -112,6 +112,7 @@ class CriticalKV(Policy):
     name = "criticalkv"
     observation, moments, remember = map(_of_base, ("observation", "moments", "remember"))
     second_reading, shares, calibration = map(_of_base, ("second_reading", "shares", "calibration"))
+    waits = _of_base("waits")
 
     base: str | Policy = "snapkv"
     epsilon: float = 1e-4

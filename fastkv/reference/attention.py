@@ -192,11 +192,13 @@ def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor) -> None:
             held.scatter_(2, slot.view(*slot.shape, *(1,) * (one.ndim - 3)).expand_as(one), one)
         lengths.add_(1)
         return
-    slot = starts[:, :-1] + lengths
-    free = slot < starts[:, 1:]
-    place = torch.arange(len(slot), device=slot.device)[:, None].expand_as(slot)[free], slot[free].long()
+    last = starts[:, 1:] - 1
+    free = lengths <= last - starts[:, :-1]
+    slot = (starts[:, :-1] + lengths).minimum(last).long()  # no mask says where: a device would be waited for
+    place = torch.arange(len(slot), device=slot.device)[:, None], slot
     for name, slab in rows.items():
-        slab[place] = new[name][:, :, 0][free].to(slab.dtype)
+        one = new[name][:, :, 0].to(slab.dtype)
+        slab[place] = torch.where(free.view(*free.shape, *(1,) * (one.ndim - 2)), one, slab[place])
     lengths.add_(free)
 
 

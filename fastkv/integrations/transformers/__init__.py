@@ -183,7 +183,7 @@ def check(model: Module, config: Config, runs: bool = True) -> list[Module]:
             f"the layers of {type(model).__name__} cache latents (MLA), which all heads share, but tensor parallelism "
             "deals heads to processes; load the model without tp_plan"
         )
-    is_static(model, config.static)
+    is_static(model, config.static, config.policy)
     config.budget.check_layers(len(full))
     config.check_heads([1 if layer in latents else heads for layer, (heads, _) in enumerate(kv_shapes(text))])
     if config.budget.quality is not None and modules.get_head(model) is None:

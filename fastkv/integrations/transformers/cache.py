@@ -22,6 +22,7 @@ from ...cache.layer import LayerCache
 from ...cache.layout import LayerPlan
 from ...config import Config
 from ...errors import FastKVError, is_whole
+from ...policies import Policy
 from ...reference import LayerState, Moments
 from . import modules, serialization, stock
 from .layer import FastKVLayer, HybridLayer, Ring, WindowLayer
@@ -74,7 +75,7 @@ class FastKVCache(Cache):
             )
         model_config: Any = model.config
         positions = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None) or FIRST_TABLE
-        static = is_static(model, config.static if static is None else static)
+        static = is_static(model, config.static if static is None else static, config.policy)
         positions = positions if static else FIRST_TABLE
         self.workspace = CacheWorkspace(Parallel.of(model), config.evict_every, positions)
         super().__init__(layers=build_layers(model, config, self.workspace, static))
@@ -349,23 +350,25 @@ def stock_layers(model: Module) -> list[Any]:
     return layers
 
 
-def is_static(model: Module, wanted: bool | None) -> bool:
+def is_static(model: Module, wanted: bool | None, policy: Policy) -> bool:
     """Whether caches of the model hold still for captured graphs: as `wanted`, by default on a single CUDA device.
 
     Raises: FastKVError if it is wanted and not possible.
     """
-    why = _why_not_static(model)
+    devices = {parameter.device for parameter in model.parameters()}
+    why = _why_not_static(model, policy.waits and any(device.type == "cuda" for device in devices))
     if wanted and why is not None:
         raise FastKVError(f"static=True {why} or leave static out")
     if wanted is not None:
         return wanted
-    devices = {parameter.device for parameter in model.parameters()}
     return why is None and len(devices) == 1 and devices.pop().type == "cuda"
 
 
-def _why_not_static(model: Module) -> str | None:
-    """Why a cache of the model cannot hold still, and what to do; None if it can."""
+def _why_not_static(model: Module, waits: bool) -> str | None:
+    """Why a cache of the model cannot hold still, and what to do; None if it can. waits: whether its policy does."""
     config: Any = model.config
+    if waits:
+        return "cannot be captured with a policy whose scores wait for the GPU; use method='cholesky'"
     kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     layers = stock_layers(model)
     if "chunked_attention" in kinds:

@@ -375,18 +375,19 @@ class DecodeStep:
     def _captured(self, link: Tick) -> Callable[[], Tensor]:
         """The graph of the step after `link`."""
         clock, graph = self.cache.workspace.clock, torch.cuda.CUDAGraph()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP):
+        with torch.cuda.device(self.tokens.device):  # of the model, which need not be the current one
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UP):
+                    self._restore()
+                    clock.now = link
+                    self._run()
                 self._restore()
-                clock.now = link
-                self._run()
-            self._restore()
-        torch.cuda.current_stream().wait_stream(side)
-        clock.now = link
-        with torch.cuda.graph(graph):
-            logits = self._run()
+            torch.cuda.current_stream().wait_stream(side)
+            clock.now = link
+            with torch.cuda.graph(graph, stream=side):
+                logits = self._run()
 
         def replay() -> Tensor:
             graph.replay()
