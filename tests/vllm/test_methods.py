@@ -99,6 +99,12 @@ REFUSALS = {
     "criticalkv": ({"policy": "criticalkv"}, {}, "output projections, which vLLM hands to no attention"),
     "block": ({"prefill_block": 0}, {}, "prefill_block must be a whole number of at least 1 tokens, got 0"),
     "fp8": ({}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' does not work"),
+    "unchunked": (
+        {"prefill_block": 64},
+        {"enable_chunked_prefill": False},
+        "enable_chunked_prefill=False, .* in several",
+    ),
+    "threshold": ({}, {"long_prefill_token_threshold": 9}, "long_prefill_token_threshold does not work"),
     "steps": ({}, {"max_num_batched_tokens": 512}, "takes max_num_batched_tokens of at least 1039, got 512"),
     "small steps": ({"prefill_block": 64}, {"max_num_batched_tokens": 64}, "of at least 79, got 64"),
     "prefixes": ({"prefixes": 2, "prefill_block": 64}, {}, "share of pages .* 0 to 1, got 2; give one"),

@@ -8,7 +8,7 @@ from vllm.v1.core.block_pool import BlockPool
 from fastkv.integrations.vllm.scheduler import AsyncPrefixScheduler
 
 from ..test_serving_prefixes import traffic as traffic_of_pages
-from .engine import FITTED, Alone, Traffic, prompt, start
+from .engine import FITTED, SEQUENCES, Alone, Traffic, prompt, start
 from .test_methods import arguments
 
 BLOCK, NUM = 64, 40  # tokens of an answer: two evictions
@@ -179,3 +179,12 @@ def test_an_answer_is_no_prompt(model):
     traffic.turn()
     assert request.num_computed_tokens == 1
     assert traffic.finish()["2"] == traffic.answers["0"] == expected
+
+
+def test_who_waits_for_tokens_begins_where_somebody_else_did(model):
+    """A step has room for one block: the second request is found a beginning and given nothing."""
+    traffic = Traffic(start(model, settings(), max_num_batched_tokens=BLOCK + SEQUENCES))
+    expected = traffic.answered("first", BEGINNING, NUM)
+    traffic.ask("other", prompt(300, 9), NUM)
+    traffic.ask("again", BEGINNING, NUM)
+    assert traffic.finish()["again"] == expected and traffic.cached["again"] == 5 * BLOCK

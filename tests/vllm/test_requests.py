@@ -1,5 +1,6 @@
 """What a request may ask of its cache, and that it gets what `fastkv.patch` gives with those settings."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +10,13 @@ from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality, _lo
 from vllm.v1.worker.gpu.sample.logits_processor.loader import _load_v2_logitsprocs_plugins
 
 from fastkv import FastKVError
+from fastkv.calibration import KEEPS
+from fastkv.integrations.transformers.calibrate import known_shares
+from fastkv.integrations.vllm.backend import compressed
 from fastkv.integrations.vllm.requests import Menu, RequestArguments
+from fastkv.integrations.vllm.scheduler import InBlocks
 
-from .engine import Alone, Traffic, prompt, start
+from .engine import Alone, Traffic, loaded, prompt, start
 
 NUM = 40
 CLASSES = {"small": {"budget": 48}, "best": {"policy": "snapkv", "budget": {"tokens": 128, "heads": "uniform"}}}
@@ -97,6 +102,7 @@ def test_budgets_are_rounded_up_to_sixteenths():
         *(None, None),
     ]
     assert [MENU.chosen({"fastkv_keep": 0.1}, length) for length in (1, 100, 401, 5000)] == [36, 36, 42, None]
+    assert {MENU.chosen({"fastkv_budget": tokens}, 0) for tokens in range(36, 97)} == {*MENU.sizes, None}
     assert MENU.chosen(None, 5) is None and MENU.chosen({"other": 1}, 5) is None
 
 
@@ -120,6 +126,90 @@ def test_an_engine_that_nobody_asked_ends_what_it_refuses(more, model, monkeypat
     while traffic.engine.has_unfinished_requests():
         ended |= {one.request_id: one.outputs[0] for one in traffic.engine.step()}
     assert ended["bad"].finish_reason == "error" and len(ended["good"].token_ids) == 5
+
+
+def test_pages_hold_every_budget_that_may_be_asked(model, tmp_path):
+    """Of heads that are the more unlike the less stays: those of the first layer need most of the smallest budget."""
+    known, table = known_shares(loaded(model)), torch.ones(len(KEEPS), 4, 2)
+    table[-4:] = torch.tensor([3.4, 0.2, 0.2, 0.2])[:, None]
+    replace(known, table=table.half()).save(tmp_path / "heads.safetensors")
+    budget = {"tokens": 96, "heads": str(tmp_path / "heads.safetensors"), "sinks": 2, "recent": 4}
+    given = {"policy": "keydiff", "budget": budget, "prefill_block": 64, "classes": {}}
+    config = start(model, given).llm_engine.vllm_config
+    grown = 0
+    for name, layer in compressed(config).items():
+        first, *others = (layer.impl.common.rules(kind)[name].form.nbytes for kind in (None, *Menu.of(config).sizes))
+        assert layer.attn_backend.page == max(first, *others)
+        grown += max(others) > first
+    assert grown
+
+
+class Base:
+    """What a scheduler of vLLM has, as far as `InBlocks` looks at it."""
+
+    def __init__(self):
+        self.block, self.menu, self.streams, self.grammar_compile_error_reqs = 64, MENU, set(), set()
+        self.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
+        self.encoder_cache_manager = SimpleNamespace(cache_size=100, free=lambda request: self.let_go.append(request))
+        self.max_num_encoder_input_tokens, self.added, self.let_go = 2000, [], []
+
+    def add_request(self, request):
+        self.added.append(request)
+
+    def _try_schedule_encoder_inputs(self, request, computed, offered, budget):
+        return [0], min(offered, 30), budget - 1, [], []
+
+
+class Blocks(InBlocks, Base):
+    __init__ = Base.__init__
+
+
+def asked(name="0", tokens=300, pictures=(), resumable=False, ids=(), **params):
+    features = [SimpleNamespace(identifier=str(i), mm_position=SimpleNamespace(offset=at, length=most))
+                for i, (at, most) in enumerate(pictures)]  # fmt: skip
+    return SimpleNamespace(
+        request_id=name, num_prompt_tokens=tokens, mm_features=features, resumable=resumable, prompt_token_ids=ids,
+        sampling_params=SamplingParams(**params), get_num_encoder_embeds=lambda i: pictures[i][1],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "request_, refused",
+    [
+        (asked(), False),
+        (asked(seed=1, temperature=0.8), True),  # vLLM's CPU generators cannot go on behind a block
+        (asked(tokens=64, seed=1, temperature=0.8), False),
+        (asked(seed=1, temperature=0.0), False),
+        (asked(pictures=[(0, 60), (70, 60), (128, 90)]), True),  # two of them share tokens 128 to 191
+        (asked(pictures=[(0, 60), (70, 50), (128, 90)]), False),
+        (asked(pictures=[(10, 101)]), True),
+    ],
+)
+def test_what_blocks_cannot_serve_is_refused(request_, refused):
+    blocks = Blocks()
+    blocks.add_request(request_)
+    assert blocks.added == [request_] and blocks.grammar_compile_error_reqs == ({"0"} if refused else set())
+    if refused:
+        assert blocks._reserve_prefill_lookahead(request_, 0, 64) == 0, "it ends without a step"
+
+
+def test_the_rest_of_a_stream_that_was_refused_is_no_request():
+    blocks, parts = Blocks(), [asked(resumable=True), asked(resumable=True), asked(tokens=1), asked(tokens=1)]
+    for part in parts:
+        blocks.add_request(part)
+    assert blocks.added == [parts[0], parts[3]] and blocks.grammar_compile_error_reqs == {"0"}
+
+
+def test_the_scheduler_knows_how_long_embeddings_are():
+    blocks, request_ = Blocks(), asked(tokens=401, ids=None, extra_args={"fastkv_keep": 0.1})
+    blocks.add_request(request_)
+    assert request_.sampling_params.extra_args == {"fastkv_budget": 42}
+
+
+def test_pictures_of_a_block_come_together():
+    blocks, request_ = Blocks(), asked(pictures=[(0, 40)])
+    assert blocks._try_schedule_encoder_inputs(request_, 280, 64, 9) == ([0], 20, 8, [], []) and not blocks.let_go
+    assert blocks._try_schedule_encoder_inputs(request_, 0, 64, 9) == ([], 0, 9, [], []) and blocks.let_go == [request_]
 
 
 @pytest.mark.parametrize(

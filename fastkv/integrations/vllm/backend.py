@@ -37,7 +37,7 @@ from ...config import Config, check_shares
 from ...errors import FastKVError
 from . import settings
 from .batch import Batch, Batcher
-from .requests import RequestArguments
+from .requests import Menu, RequestArguments
 from .scheduler import FastKVSpec
 from .settings import Kind
 
@@ -161,13 +161,21 @@ class Compression:
 
     def bind(self) -> None:
         """Let every compressed layer tell vLLM its own page. All of the model exist by now."""
-        forms = [{name: rule.form.nbytes for name, rule in self.rules(kind).items()} for kind in self.classes]
+        # With fewer tokens calibrated heads differ more, so that a layer may need more than with all.
+        kinds = [*self.classes, *Menu.of(self.vllm_config).sizes]
+        forms = [{name: rule.form.nbytes for name, rule in self.rules(kind).items()} for kind in kinds]
         pages = {name: max(form[name] for form in forms) for name in forms[0]}
         if self.mixed:
             pages = dict.fromkeys(pages, max(pages.values()))
         for name, layer in compressed(self.vllm_config).items():
             if layer.attn_backend.page is None:
                 layer.attn_backend = with_pages(layer.attn_backend, pages[name])
+                for number, kind in enumerate(self.classes):  # as buffers, which vLLM brings back after sleep
+                    fitted = self.rules(kind)[name].layer
+                    turning = None if fitted.rotary is None else fitted.rotary.frequencies
+                    for place, tensor in enumerate((turning, fitted.weight, *(fitted.queries or ()))):
+                        if tensor is not None:
+                            layer.register_buffer(f"fastkv_{number}_{place}", tensor, persistent=False)
 
 
 def compressed(vllm_config: Any) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Prefixes:
     engine: `begin`, then `find` for requests that are to begin, `copies`, and `reach` where blocks of prompts end.
 
     Attributes:
-        kept: numbers of the pages by key, least recently used first.
+        kept: numbers of the pages by key, least recently used first.  key_of: the key by number.
         found: held pages from which requests of this turn would begin, by name of the request.
     """
 
@@ -45,6 +45,7 @@ class Prefixes:
         """Args: pool: vLLM's `BlockPool`, whose blocks are pages.  most: keys to keep at once."""
         self.pool, self.most = pool, most
         self.kept: dict[Hashable, tuple[int, ...]] = {}
+        self.key_of: dict[int, Hashable] = {}
         self.found: dict[str, list[Any]] = {}
         self._reached: dict[Hashable, list[Any]] = {}  # in this turn: pages of requests, held
         self._due: dict[Hashable, list[Any]] = {}  # in the last one, so that they are now what their keys say
@@ -86,6 +87,7 @@ class Prefixes:
             if targets:
                 made += [Copy(page.block_id, target.block_id) for page, target in zip(pages, targets)]
                 self.kept[key] = tuple(target.block_id for target in targets)
+                self.key_of.update(dict.fromkeys(self.kept[key], key))
                 held += targets
         self._release(held)
         self.found.clear()
@@ -120,7 +122,7 @@ class Prefixes:
         for key, numbers in self.kept.items():
             pages = [self.pool.blocks[number] for number in numbers]
             if not any(page.ref_cnt for page in pages):
-                del self.kept[key]
+                self._forget(key)
                 self.pool.touch(pages)
                 return pages
         return []
@@ -129,9 +131,8 @@ class Prefixes:
         """Hold these once less: kept ones stay readable until somebody else needs them."""
         if not pages:
             return
-        kept = {number for numbers in self.kept.values() for number in numbers}
-        self.pool.unpin_blocks([page for page in pages if page.block_id in kept], self._given_away)
-        self.pool.free_blocks([page for page in pages if page.block_id not in kept])
+        self.pool.unpin_blocks([page for page in pages if page.block_id in self.key_of], self._given_away)
+        self.pool.free_blocks([page for page in pages if page.block_id not in self.key_of])
 
     def _let_go(self) -> None:
         for pages in self._due.values():
@@ -140,4 +141,9 @@ class Prefixes:
 
     def _given_away(self, page: Any) -> None:
         """The page is another's now, or vLLM was told to forget."""
-        self.kept = {key: numbers for key, numbers in self.kept.items() if page.block_id not in numbers}
+        if page.block_id in self.key_of:
+            self._forget(self.key_of[page.block_id])
+
+    def _forget(self, key: Hashable) -> None:
+        for number in self.kept.pop(key):
+            del self.key_of[number]

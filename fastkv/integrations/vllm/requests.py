@@ -88,6 +88,12 @@ class Menu:
             raise ValueError(f"{name} must be a share of the prompt in (0, 1], got {value!r}; 0.25 keeps a quarter")
         return self._granted(ceil(value * prompt))
 
+    @property
+    def sizes(self) -> range:
+        """All numbers of tokens that a request can be granted, but for the server's own."""
+        part = ceil(self.most / PARTS) or 1
+        return range(ceil(self.least / part) * part, self.most, part) if self.classes is not None else range(0)
+
     def _granted(self, tokens: int) -> Kind:
         """The next sixteenth of what the server keeps, None for all of it."""
         part = ceil(self.most / PARTS)

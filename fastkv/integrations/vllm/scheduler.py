@@ -4,11 +4,13 @@ what they manage: a page for each request, for life (`FastKVSpec`).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.sampling_params import SamplingType
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy, get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -20,7 +22,7 @@ from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 from ...errors import FastKVError
 from . import settings
 from .prefixes import Prefixes, is_kept
-from .requests import Menu
+from .requests import BUDGET, KEEP, Menu
 from .settings import Kind
 
 logger = init_logger(__name__)
@@ -53,31 +55,86 @@ def what_fits(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 class InBlocks:
-    """Part of a scheduler that cuts steps by `tokens_now`."""
+    """Part of a scheduler that cuts steps by `tokens_now`.
+
+    Attributes: streams: names of requests that were refused and are still being sent.
+    """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)  # type: ignore[call-arg]
         self.block, self.menu = settings.config_of(vllm_config).prefill_block, Menu.of(vllm_config)
+        self.streams: set[str] = set()
         logger.info("fastkv: %s", what_fits(vllm_config, kv_cache_config))
 
     def add_request(self, request: Any) -> None:
         """One that asks for what there is not ends with an error; a server has told it so before."""
+        if request.request_id in self.streams:
+            if not request.resumable:
+                self.streams.discard(request.request_id)
+            return
         super().add_request(request)  # type: ignore[misc]
         try:
-            self.kind_of(request)
+            self._check(request)
+            kind = self.kind_of(request)
         except ValueError as refusal:
             logger.warning("fastkv: request %s is refused: %s", request.request_id, refusal)
             self.grammar_compile_error_reqs.add(request.request_id)  # type: ignore[attr-defined]
+            if request.resumable:
+                self.streams.add(request.request_id)
+            return
+        params = request.sampling_params
+        if request.prompt_token_ids is None and params and KEEP in (params.extra_args or {}):
+            params = request.sampling_params = params.clone()  # a runner may not know how long embeddings are
+            del params.extra_args[KEEP]
+            if kind is not None:
+                params.extra_args[BUDGET] = kind
 
     def kind_of(self, request: Any) -> Kind:
         """What the request asks for. Raises: as `Menu.chosen`."""
-        if request.resumable:
-            raise ValueError("a compressed cache reads a prompt once, got one that goes on; send it whole")
         params = request.sampling_params
         return self.menu.chosen(params and params.extra_args, request.num_prompt_tokens)
 
+    def _check(self, request: Any) -> None:
+        """Raise ValueError for a request that cannot be read in blocks."""
+        if request.resumable:
+            raise ValueError("a compressed cache reads a prompt once, got one that goes on; send it whole")
+        params, size = request.sampling_params, self.block or request.num_prompt_tokens
+        on_cpu = self.vllm_config.device_config.device_type == "cpu"  # type: ignore[attr-defined]
+        seeded = params and params.sampling_type == SamplingType.RANDOM_SEED
+        if on_cpu and seeded and request.num_prompt_tokens > size:
+            raise ValueError(
+                f"on a CPU vLLM cannot draw by a seed behind a prompt of more than one block of {size} tokens, got "
+                f"{request.num_prompt_tokens}; leave seed out"
+            )
+        shown = defaultdict[int, dict[str, int]](dict)  # pictures of each block, with their tokens
+        for place, picture in enumerate(request.mm_features):
+            where = picture.mm_position
+            for block in range(where.offset // size, (where.offset + where.length - 1) // size + 1):
+                shown[block][picture.identifier] = request.get_num_encoder_embeds(place)
+        most = max((sum(sizes.values()) for sizes in shown.values()), default=0)
+        room = min(self.encoder_cache_manager.cache_size, self.max_num_encoder_input_tokens)  # type: ignore[attr-defined]
+        if most > room:
+            raise ValueError(
+                f"images that share a block of {size} tokens of a prompt must fit into the encoder's cache of {room} "
+                f"tokens, got {most}; send smaller ones, lower prefill_block or raise max_num_batched_tokens"
+            )
+
+    def _try_schedule_encoder_inputs(
+        self, request: Any, num_computed_tokens: int, num_new_tokens: int, encoder_compute_budget: int, **more: Any
+    ) -> Any:
+        """The pictures of the block that is read next: all, or none is held, as others may wait for those."""
+        wanted = tokens_now(request.num_prompt_tokens, num_computed_tokens, num_new_tokens, self.block)
+        given = request, num_computed_tokens, wanted, encoder_compute_budget
+        found = super()._try_schedule_encoder_inputs(*given, **more)  # type: ignore[misc]
+        if found[1] == wanted:
+            return found
+        self.encoder_cache_manager.free(request)  # type: ignore[attr-defined]
+        return [], 0, encoder_compute_budget, [], []
+
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """vLLM's last word on the number of tokens."""
+        if request.request_id in self.grammar_compile_error_reqs:  # type: ignore[attr-defined]
+            return 0  # refused: it ends with this step
         offered = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)  # type: ignore[misc]
         return tokens_now(request.num_prompt_tokens, num_computed_tokens, offered, self.block)
 
@@ -93,7 +150,8 @@ class FromPrefixes(InBlocks):
         size: of a block of a prompt.  own: groups of layers whose requests have a page for life.
         mixed: whether there are others.  stride: how many of vLLM's blocks make one of a prompt.
         looked: tokens found for the requests that were to begin in this step, by name.
-        passed_over: names of those that found some and did not begin: perhaps for lack of the pages that were held.
+        granted: names of requests that had tokens in this step.
+        passed_over: names of those that found some, had tokens and did not begin: for lack of the pages that were held.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -121,6 +179,7 @@ class FromPrefixes(InBlocks):
         pages = pool.num_gpu_blocks - 1  # page 0 is nobody's
         self.prefixes = Prefixes(pool, max(1, int(settings.setting(vllm_config, "prefixes") * pages / len(self.own))))
         self.looked: dict[str, int] = {}
+        self.granted: set[str] = set()
         self.passed_over: set[str] = set()
         logger.info("fastkv: up to %d beginnings of prompts are kept in %d pages", self.prefixes.most, pages)
 
@@ -128,15 +187,24 @@ class FromPrefixes(InBlocks):
         """A step, with the copies of pages that come before it."""
         self.prefixes.begin()
         self.looked.clear()
+        self.granted.clear()
         step = super().schedule(*args, **kwargs)  # type: ignore[misc]
         begun = {name: found for name, found in self.looked.items() if name in step.num_scheduled_tokens}
-        self.passed_over = {name for name, found in self.looked.items() if found and name not in begun}
+        tried = self.granted - begun.keys()
+        self.passed_over = {name for name, found in self.looked.items() if found and name in tried}
         copies = self.prefixes.copies({name: [page.block_id for page in self._pages(name)] for name in begun})
         if copies:
             others = step.kv_cache_block_copies or ()
             step.kv_cache_block_copies = [*others, *(KVCacheBlockCopy(*copy) for copy in copies)]
         self._count(begun)
         return step
+
+    def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Who gets none waits for tokens and not for pages."""
+        found = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        if found:
+            self.granted.add(request.request_id)
+        return found
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Forget all prefixes, as far as vLLM forgets its own."""

@@ -167,6 +167,14 @@ def _check_engine(vllm_config: Any, config: Config) -> None:
             block is not None and vllm_config.model_config.is_multimodal_model and scheduler.disable_chunked_mm_input,
             "blocks of a prompt end where they end, in pictures, too",
         ),
+        "enable_chunked_prefill=False, which vLLM chooses for some pooling,": (
+            block is not None and not scheduler.enable_chunked_prefill,
+            "blocks of a prompt are read in several steps",
+        ),
+        "attention that looks ahead within images": (
+            vllm_config.model_config.is_mm_prefix_lm,
+            "pages are read causally",
+        ),
         "speculative decoding": (
             vllm_config.speculative_config is not None,
             "a draft that is rejected cannot be taken out of a page that has evicted other tokens for it",
