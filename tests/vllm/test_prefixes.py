@@ -184,7 +184,8 @@ def test_an_answer_is_no_prompt(model):
 def test_who_waits_for_tokens_begins_where_somebody_else_did(model):
     """A step has room for one block: the second request is found a beginning and given nothing."""
     traffic = Traffic(start(model, settings(), max_num_batched_tokens=BLOCK + SEQUENCES))
-    expected = traffic.answered("first", BEGINNING, NUM)
+    longer = BEGINNING + prompt(100, 1)
+    expected = traffic.answered("first", longer, NUM)
     traffic.ask("other", prompt(300, 9), NUM)
-    traffic.ask("again", BEGINNING, NUM)
-    assert traffic.finish()["again"] == expected and traffic.cached["again"] == 5 * BLOCK
+    traffic.ask("again", longer, NUM)
+    assert traffic.finish()["again"] == expected and traffic.cached["again"] == 6 * BLOCK

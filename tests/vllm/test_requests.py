@@ -16,7 +16,8 @@ from fastkv.integrations.vllm.backend import compressed
 from fastkv.integrations.vllm.requests import Menu, RequestArguments
 from fastkv.integrations.vllm.scheduler import InBlocks
 
-from .engine import Alone, Traffic, loaded, prompt, start
+from . import engine
+from .engine import Alone, Traffic, prompt, start
 
 NUM = 40
 CLASSES = {"small": {"budget": 48}, "best": {"policy": "snapkv", "budget": {"tokens": 128, "heads": "uniform"}}}
@@ -130,13 +131,13 @@ def test_an_engine_that_nobody_asked_ends_what_it_refuses(more, model, monkeypat
 
 def test_pages_hold_every_budget_that_may_be_asked(model, tmp_path):
     """Of heads that are the more unlike the less stays: those of the first layer need most of the smallest budget."""
-    known, table = known_shares(loaded(model)), torch.ones(len(KEEPS), 4, 2)
+    known, table = known_shares(engine.loaded(model)), torch.ones(len(KEEPS), 4, 2)
     table[-4:] = torch.tensor([3.4, 0.2, 0.2, 0.2])[:, None]
     replace(known, table=table.half()).save(tmp_path / "heads.safetensors")
     budget = {"tokens": 96, "heads": str(tmp_path / "heads.safetensors"), "sinks": 2, "recent": 4}
     given = {"policy": "keydiff", "budget": budget, "prefill_block": 64, "classes": {}}
-    config = start(model, given).llm_engine.vllm_config
-    grown = 0
+    llm, grown = start(model, given), 0
+    config = llm.llm_engine.vllm_config
     for name, layer in compressed(config).items():
         first, *others = (layer.impl.common.rules(kind)[name].form.nbytes for kind in (None, *Menu.of(config).sizes))
         assert layer.attn_backend.page == max(first, *others)
