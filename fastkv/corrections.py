@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -57,7 +57,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Correction:
-    """Nothing is remembered but how many tokens were evicted, and nothing is added; base of all corrections.
+    """Mixes in the moments of its order, or nothing; base of all corrections.
 
     Attributes:
         name: what `fastkv.patch(..., correction=name)` calls it.
@@ -76,8 +76,9 @@ class Correction:
     key_only: ClassVar[bool] = False
 
     def evicted(self, state: LayerState) -> Evicted | None:
-        """What of the state is mixed into attention for the evicted tokens; None for nothing."""
-        return None
+        """What of the state is mixed into attention for the evicted tokens: what `empty` made, or the moments, without
+        what a policy alone wants of them; None for nothing."""
+        return state.parts if self.kind else state.moments.upto(self.order)
 
     def empty(self, batch: int, shape: Shape, tokens: int, device: torch.device) -> Evicted | None:
         """What is remembered besides moments, of no tokens yet; None for nothing.
@@ -102,17 +103,9 @@ class Correction:
         return shares, ()
 
 
-@dataclass(frozen=True)
-class MomentCorrection(Correction):
-    """Mixes in what the moments say (MomentKV, arXiv:2606.01563, Eqs. 9, 11 and 12; `reference.moment_estimate`)."""
-
-    def evicted(self, state: LayerState) -> Evicted | None:
-        """The moments, without what a policy alone wants of them."""
-        return state.moments.upto(self.order)
-
-
-MEAN = MomentCorrection("mean", order=0)
-MOMENTS = MomentCorrection("moments", order=1)
+# MomentKV, arXiv:2606.01563, Eqs. 9, 11 and 12; `reference.moment_estimate`.
+MEAN = Correction("mean", order=0)
+MOMENTS = Correction("moments", order=1)
 
 
 @dataclass(frozen=True)
@@ -132,10 +125,6 @@ class CentroidCorrection(Correction):
         if not is_whole(self.share, 1):
             raise FastKVError(f"centroids: share must be a whole number of at least 1, got {self.share!r}; 16 is usual")
 
-    def evicted(self, state: LayerState) -> Evicted | None:
-        """The centroids."""
-        return state.parts
-
     def empty(self, batch: int, shape: Shape, tokens: int, device: torch.device) -> Evicted | None:
         """Unused centroids, equally many for all heads."""
         num = max(tokens * shape.pair // (self.share * shape.centroid), LEAST)
@@ -153,13 +142,12 @@ CENTROIDS = CentroidCorrection()
 @dataclass(frozen=True)
 class VectorCorrection(Correction):
     """VECTOR (arXiv:2605.23258, Sec. 3.2): two tokens may keep their key only, in the room of one pair; a linear map
-    recovers their values. For evicted tokens, what `inner` adds.
+    recovers their values. For evicted tokens, what the moments of its order add.
 
     Attributes: share: of the pairs that there is room for, those that two keys each take the place of, in steps of
         1/64: p_a / (1 - p_c) in the paper, 1/2 by its Eq. 1 where no more than half of the prompt stays.
     """
 
-    inner: Correction = field(default_factory=Correction)
     share: float = 0.5
     options: ClassVar[tuple[str, ...]] = ("share",)
     key_only: ClassVar[bool] = True
@@ -169,10 +157,6 @@ class VectorCorrection(Correction):
             raise FastKVError(
                 f"{self.name}: share must be in [0, 1], got {self.share!r}; 0.5 is the paper's at strong compression"
             )
-
-    def evicted(self, state: LayerState) -> Evicted | None:
-        """What `inner` mixes in."""
-        return self.inner.evicted(state)
 
     def split(
         self, shares: tuple[int, ...], tokens: int, reserved: int, keep: float | None, usable: Sequence[bool]
@@ -200,8 +184,8 @@ def key_only(tokens: int, reserved: int, keep: float | None, share: float) -> in
 
 
 VECTOR = VectorCorrection("vector")
-VECTOR_MEAN = VectorCorrection("vector+mean", order=0, inner=MEAN)
-VECTOR_MOMENTS = VectorCorrection("vector+moments", order=1, inner=MOMENTS)
+VECTOR_MEAN = VectorCorrection("vector+mean", order=0)
+VECTOR_MOMENTS = VectorCorrection("vector+moments", order=1)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import fastkv
 from fastkv import reference
 from fastkv.cache import CacheWorkspace
+from fastkv.cache.layout import LayerPlan
 from fastkv.cache.pages import PagedBlocks, PagedLayer, PagedRule
 from fastkv.config import Config
 
@@ -112,7 +113,7 @@ def test_nor_do_pages(name, heads, monkeypatch):
         budget = fastkv.Budget(tokens=12, sinks=2, recent=4, heads=heads)
     config = Config.make(name, budget, 8, EVERY, "auto", "reference", None)
     like, shared = torch.empty(1, 2, 0, 16, device="meta"), CacheWorkspace(evict_every=EVERY, sequences=4)
-    rule = PagedRule.of(config, 0, 0, 1, like, like, shared)
+    rule = PagedRule.of(LayerPlan(config), like, like)
     pages = torch.empty(5, rule.form.nbytes, dtype=torch.uint8, device="meta")
     layer = PagedLayer(rule, pages, 4, 0.3, None, shared)
 

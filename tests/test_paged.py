@@ -40,7 +40,7 @@ def tokens(num, seed):
 
 def paged(config):
     like, shared = torch.empty(1, HKV, 0, DIM), CacheWorkspace(evict_every=EVERY, sequences=SEQUENCES)
-    rule = PagedRule.of(config, 0, 0, 1, like, like, shared)
+    rule = PagedRule.of(LayerPlan(config), like, like)
     pages = torch.full((PAGES, rule.form.nbytes), 0xFF, dtype=torch.uint8)  # NaN, as whoever was there before left it
     return PagedLayer(rule, pages, HQ, SCALE, None, shared)
 
@@ -155,7 +155,7 @@ def test_sequences_do_not_depend_on_each_other(case):
 @pytest.mark.parametrize("slots", ["auto", "int4"])
 def test_tensors_of_pages_begin_on_lines_of_a_cache(slots):
     """Else every row of keys and values would touch one line more."""
-    form = PagedRule.of(config_of("fastkv", slots=slots), 0, 0, 1, *tokens(0, 0)[1:], CacheWorkspace()).form
+    form = PagedRule.of(LayerPlan(config_of("fastkv", slots=slots)), *tokens(0, 0)[1:]).form
     assert all(place % 128 == 0 for place in (*form.places.values(), form.nbytes))
 
 
@@ -171,7 +171,7 @@ def test_a_page_has_the_bytes_that_its_heads_need():
 def test_processes_that_share_the_heads_have_pages_of_one_size():
     """Each lays out its own heads there; the page has room for those that keep most."""
     config, like = config_of("keydiff", budget=calibrated(1.5, 1.5, 0.5, 0.5)), torch.empty(1, HKV, 0, DIM)
-    rules = [PagedRule.of(config, 0, 0, 1, like, like, CacheWorkspace(Parallel(rank, 2))) for rank in range(2)]
+    rules = [PagedRule.of(LayerPlan(config, parallel=Parallel(rank, 2)), like, like) for rank in range(2)]
     assert [rule.layer.layout.tokens for rule in rules] == [(18, 18), (6, 6)]
     assert [rule.form.template.nbytes() < rule.form.nbytes - 1000 for rule in rules] == [False, True]
     assert len({rule.form.nbytes for rule in rules}) == 1
@@ -231,7 +231,7 @@ def test_batches_of_all_sizes_share_scratch_whose_bytes_are_known(policy, correc
     num_heads, heads, dim, most = 32, 8, 128, 64
     config = Config.make(policy, Budget(tokens=1024, sinks=4, recent=32), 512, 16, correction, "triton", None)
     like, shared = torch.empty(1, heads, 0, dim, dtype=torch.bfloat16, device="meta"), CacheWorkspace(sequences=most)
-    rule = PagedRule.of(config, 0, 0, 1, like, like, shared)
+    rule = PagedRule.of(LayerPlan(config), like, like)
     pages = torch.empty(most + 1, rule.form.nbytes, dtype=torch.uint8, device="meta")
     layer = PagedLayer(rule, pages, num_heads, SCALE, None, shared)
     alone = []

@@ -87,18 +87,25 @@ def test_merging_conserves_count_means_and_squares(sizes, num, seed):
 
 
 @pytest.mark.parametrize("num", [10, 64, 100, 400])
-def test_rounds_become_finer(num):
+def test_rounds_become_finer(num, monkeypatch):
     """Half of the centroids while there are many, a quarter on the way, an eighth at the end; by each head's own."""
+    left, targets = [], Centroids.targets
+
+    def spy(total, joins, half):
+        left.append((total.count > 0).sum(-1) - joins)
+        return targets(total, joins, half)
+
+    monkeypatch.setattr(Centroids, "targets", spy)
     sizes = torch.tensor([[980, 577, 576], [289, 288, 60]])
     keys, values = pairs(980)
     inside = torch.arange(980) < sizes[..., None]
     used = sizes.flatten().tolist()
-    for total, target, _ in empty(num).steps(keys, values, inside):
-        if target is not None:
-            shares = [8 if size <= 288 else 4 if size <= 4 * num else 2 for size in used]
-            used = [max(size - max(size // share, 1), min(size, num)) for size, share in zip(used, shares)]
-        assert (total.count > 0).sum(-1).flatten().tolist() == used
-        assert torch.equal(total.count.sum(-1), sizes.double())
+    total = empty(num).add(keys, values, inside)
+    for number in left:
+        shares = [8 if size <= 288 else 4 if size <= 4 * num else 2 for size in used]
+        used = [max(size - max(size // share, 1), min(size, num)) for size, share in zip(used, shares)]
+        assert number.flatten().tolist() == used
+    assert (total.count > 0).sum(-1).flatten().tolist() == used and torch.equal(total.count.sum(-1), sizes.double())
     assert total.num == num
 
 

@@ -14,7 +14,7 @@ import fastkv
 from fastkv import ops, reference
 from fastkv.cache import CacheWorkspace
 from fastkv.cache.layer import evict
-from fastkv.cache.layout import Layout
+from fastkv.cache.layout import LayerPlan, Layout
 from fastkv.cache.pages import ALIGNMENT, PagedBlocks, PagedLayer, PagedRule, PageFormat
 from fastkv.config import Config
 from fastkv.kernels import operations, slot_signals
@@ -141,7 +141,7 @@ def paged(policy, correction="auto"):
     torch.manual_seed(0)
     config = Config.make(policy, fastkv.Budget(tokens=12, sinks=1, recent=2), 8, 4, correction, "reference", None)
     keys, shared = torch.zeros(1, 2, 0, 16), CacheWorkspace(evict_every=4)
-    rule = PagedRule.of(config, 0, 0, 1, keys, keys, shared)
+    rule = PagedRule.of(LayerPlan(config), keys, keys)
     made = PagedLayer(rule, torch.zeros(5, rule.form.nbytes, dtype=torch.uint8), 4, 0.3, None, shared)
     rows = torch.tensor([3, 1])
     made.clear(rows)

@@ -10,6 +10,7 @@ import torch
 
 from fastkv import Budget
 from fastkv.cache import CacheWorkspace
+from fastkv.cache.layout import LayerPlan
 from fastkv.cache.pages import PagedLayer, PagedRule
 from fastkv.config import Config
 from fastkv.integrations.vllm.batch import Batcher
@@ -41,7 +42,7 @@ class Server:
         config = replace(config, rotations={0: Rotary(10000.0 ** -torch.linspace(0, 1, DIM // 2))})
         most = decoding + prompts
         like, shared = torch.empty(1, HKV, 0, DIM, dtype=torch.bfloat16), CacheWorkspace(sequences=most)
-        rule = PagedRule.of(config, 0, 0, 1, like, like, shared)
+        rule = PagedRule.of(LayerPlan(config), like, like)
         pages = torch.zeros(most + 1, rule.form.nbytes, dtype=torch.uint8)
         self.layer, self.batcher = PagedLayer(rule, pages, HQ, 0.3, None, shared), Batcher(config, most)
         # Place, page, tokens of the prompt and those that are read, of each; prompts end at all places of a block.

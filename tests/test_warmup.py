@@ -9,6 +9,7 @@ import torch
 
 from fastkv import Budget
 from fastkv.cache import CacheWorkspace
+from fastkv.cache.layout import LayerPlan
 from fastkv.cache.pages import PagedBlocks, PagedLayer, PagedRule, Traffic, warm_up
 from fastkv.config import Config
 from fastkv.rotary import Rotary
@@ -39,7 +40,7 @@ def made(policy, correction, slots, block, heads):
     config = replace(config, rotations={0: Rotary(100.0 ** -torch.linspace(0, 1, D // 2))})
     like = torch.empty(1, HKV, 0, D, dtype=torch.bfloat16)
     shared = CacheWorkspace(evict_every=EVERY, sequences=SEQUENCES)
-    return PagedRule.of(config, 0, 0, 1, like, like, shared), shared
+    return PagedRule.of(LayerPlan(config), like, like), shared
 
 
 def tokens(number):

@@ -5,8 +5,6 @@ Here is what the layers of a cache have in common: their clock, the kernels' scr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -87,21 +85,13 @@ class CacheWorkspace:
         sequences: int | None = None,
     ) -> None:
         self.parallel, self.positions, self.sequences = parallel or Parallel(), positions, sequences
+        # reading: a block of one token is read like any other block: it may be padding.
         self.clock, self.reading = EvictionClock(evict_every), False
         self.ahead: Tensor | None = None
         self.real: Tensor | None = None
         self.scratch: dict[tuple[Any, ...], list[Tensor]] = {}
         self.rooms: dict[tuple[Any, ...], list[Tensor]] = {}
         self.tables: dict[tuple[Rotary, torch.device], tuple[Tensor, Tensor]] = {}
-
-    @contextmanager
-    def reading_prompt(self) -> Iterator[None]:
-        """While this is open, a block of one token is read like any other block: it may be padding."""
-        self.reading = True
-        try:
-            yield
-        finally:
-            self.reading = False
 
     def twin(self) -> CacheWorkspace:
         """For a copy of the layers, which is as far as they are."""

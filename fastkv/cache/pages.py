@@ -16,7 +16,6 @@ from torch import Tensor
 
 from .. import ops
 from ..backend import resolve
-from ..config import Config
 from ..errors import FastKVError
 from ..reference import LayerState, Recovery, Slots
 from . import CacheWorkspace
@@ -80,24 +79,14 @@ class PagedRule:
     form: PageFormat
 
     @classmethod
-    def of(
-        cls,
-        config: Config,
-        layer: int,
-        place: int,
-        num_layers: int,
-        keys: Tensor,
-        values: Tensor,
-        shared: CacheWorkspace,
-    ) -> PagedRule:
+    def of(cls, plan: LayerPlan, keys: Tensor, values: Tensor) -> PagedRule:
         """For keys and values [1, Hkv, 0, D] of the dtype and device that pages will have.
 
         Where processes share the heads, each lays out its own in a page as large as the largest of theirs.
 
-        Args: layer: index in the model.  place: among the `num_layers` that share the budget.
         Raises: FastKVError if the budget is too small, or follows the prompt: pages are of one size.
         """
-        budget, parallel = config.budget, shared.parallel
+        budget, parallel = plan.config.budget, plan.parallel
         if budget.follows_prompt:
             raise FastKVError(
                 "a page holds the same number of tokens whatever the prompt, got a budget that follows the prompt "
@@ -109,11 +98,10 @@ class PagedRule:
                 "text; give Budget(context=...), the length that they are for"
             )
         ranks = (replace(parallel, rank=rank) for rank in range(parallel.size))
-        plans = [LayerPlan(config, layer, place, num_layers, rank) for rank in ranks]
-        layouts = [plan.of(keys, values)[0] for plan in plans]
+        layouts = [replace(plan, parallel=rank).of(keys, values)[0] for rank in ranks]
         forms = [_form(made, keys, values) for made in layouts]
         form = replace(forms[parallel.rank], nbytes=max(one.nbytes for one in forms))
-        return cls(LayerConfig.of(plans[parallel.rank], layouts[parallel.rank], keys.device), form)
+        return cls(LayerConfig.of(plan, layouts[parallel.rank], keys.device), form)
 
     def scratch_bytes(self, num_heads: int, sequences: int, device: torch.device) -> int:
         """Bytes of the kernels' scratch for so many query heads and batches of up to so many sequences there, which

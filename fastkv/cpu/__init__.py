@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import re
 import tempfile
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -62,6 +65,21 @@ def instructions() -> str:
 def available(name: str) -> bool:
     """Whether NAME.cpp can be used. The first question compiles it."""
     return not isinstance(library(name), str)
+
+
+@cache
+def structs(name: str) -> SimpleNamespace:
+    """The structs of NAME.cpp that its functions are given, with pointers as addresses."""
+    made: dict[str, Any] = {"int64_t": ctypes.c_int64, "float": ctypes.c_float, "double": ctypes.c_double}
+    text = (HERE / f"{name}.cpp").read_text().partition('extern "C" {\n')[2]
+    for title, body in re.findall(r"^struct (\w+) {\n(.*?)^};", text, re.M | re.S):
+        fields = []
+        for kind, star, names in re.findall(r"^    (?:const )?(\w+)(\*?) ([^(){};]+);", body, re.M):
+            for pointer, field, number in re.findall(r"(\*?)(\w+)(?:\[(\d+)\])?", names):
+                one = ctypes.c_void_p if star or pointer else made[kind]
+                fields.append((field, one * int(number) if number else one))
+        made[title] = type(title, (ctypes.Structure,), {"_fields_": fields})
+    return SimpleNamespace(**made)
 
 
 def call(name: str, function: str, given: ctypes.Structure) -> None:

@@ -8,7 +8,6 @@ contents.
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int64, c_void_p
 from functools import cache
 from typing import Any
 
@@ -313,23 +312,14 @@ def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: f
     out = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     sizes = batch, heads, groups, q.shape[2], length, dim, torch.get_num_threads()
     pointers = (one.data_ptr() for one in (*rows, out))
-    cpu.call("most_attended", "most_attended", MostAttended(*pointers, *sizes, scale, softcap or 0.0))
+    given = cpu.structs("most_attended").MostAttended(*pointers, *sizes, scale, softcap or 0.0)
+    cpu.call("most_attended", "most_attended", given)
     return out
 
 
 # Compiled from joins.cpp and most_attended.cpp on first use.
 
 CONSTANTS = ("BLOCK", "FINE", "MEDIUM", "COARSE", "SETTLED", "ROOMY", "STEP", "TURN")  # of `Centroids.add`
-
-
-class Joining(Structure):
-    """`Joining` of joins.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in "count spread keys values fresh_keys fresh_values inside".split()),
-        *((name, c_int64) for name in "places num fresh key_dim value_dim halves threads".split()),
-        *((name.lower(), c_int64) for name in CONSTANTS),
-    )
 
 
 def joins_in_place(parts: Centroids) -> bool:
@@ -349,16 +339,7 @@ def join(parts: Centroids, keys: Tensor, values: Tensor, inside: Tensor) -> None
     sizes = parts.count[..., 0].numel(), parts.num, keys.shape[2], keys.shape[-1], values.shape[-1]
     halves = parts.keys.dtype == torch.bfloat16
     constants = (getattr(centroids, name) for name in CONSTANTS)
-    given = Joining(*(one.data_ptr() for one in tensors), *sizes, halves, torch.get_num_threads(), *constants)
-    cpu.call("joins", "join_centroids", given)
-
-
-class MostAttended(Structure):
-    """`MostAttended` of most_attended.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in "queries keys lse out".split()),
-        *((name, c_int64) for name in "batch heads groups number length dim threads".split()),
-        ("scale", c_float),
-        ("softcap", c_float),
+    given = cpu.structs("joins").Joining(
+        *(one.data_ptr() for one in tensors), *sizes, halves, torch.get_num_threads(), *constants
     )
+    cpu.call("joins", "join_centroids", given)

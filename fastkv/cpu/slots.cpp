@@ -16,19 +16,9 @@ constexpr int LONGEST = 512;           // numbers of a row
 constexpr float FAR = 1 << 20;         // codes so far from any are all clamped
 
 // Rows times the Hadamard matrix of the longest power of two that divides dim, in the type of their numbers.
-struct Single {
-    typedef float Number;
-    typedef Floats Lanes;
-};
-struct Double {
-    typedef double Number;
-    typedef Doubles Lanes;
-};
-
-template <typename Type>
+template <typename Number>
 struct Hadamard {
-    typedef typename Type::Number Number;
-    typedef typename Type::Lanes Lanes;
+    typedef Number Lanes __attribute__((vector_size(64), aligned(1), may_alias));
     static constexpr int SIZE = sizeof(Lanes) / sizeof(Number);
     Number signs[SIZE][SIZE];  // of the matrix for one vector
 
@@ -55,8 +45,8 @@ struct Hadamard {
     }
 };
 
-const Hadamard<Single> SINGLE;
-const Hadamard<Double> EXACT;
+const Hadamard<float> SINGLE;
+const Hadamard<double> EXACT;
 
 // The formats of `fastkv.reference.slots`: how they write and read a row of dim numbers, a multiple of 16.
 

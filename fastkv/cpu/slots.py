@@ -7,9 +7,10 @@ reference does all that.
 
 from __future__ import annotations
 
-from ctypes import Structure, c_double, c_float, c_int64, c_void_p
+from ctypes import c_int64
 from functools import cache
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from ..reference import Centroids, Evicted, LayerState, Moments, RowFormat, Slot
 WIDE, LONGEST = 16, 512  # a row has a multiple of so many numbers, and at most so many
 PLAIN = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 MEANS = (torch.float32, torch.bfloat16)  # of centroids
-Three = c_int64 * 3
+C, Three = cpu.structs("slots"), c_int64 * 3
 POINTERS = ("keys", "values", "count", "spread", "whole", "cross")  # of what stands for the evicted, in C++ and here
 MIXED = {
     Centroids: {"count": "count", "keys": "keys", "values": "values", "spread": "spread"},
@@ -29,21 +30,15 @@ MIXED = {
 Place = tuple[int, int, tuple[int, ...]]  # of a tensor: its address, bytes of a number, strides
 
 
-class Coded(Structure):
-    """`Coded` of slots.cpp."""
-
-    _fields_ = (("codes", c_void_p), ("scales", c_void_p), ("code_strides", Three), ("scale_strides", Three))
-
-    @staticmethod
-    def of(codes: Place, scales: Place | None) -> Coded:
-        """Codes [B, Hkv, N, width] and scales [B, Hkv, N, ...]; or [B, N, ...] of heads that share slots. Plain rows
-        have no scales.
-        """
-        strides = []
-        for _, size, (batch, *rest) in (codes, scales or (None, 0, codes[2])):
-            head, slot = (0, rest[0]) if len(codes[2]) == 3 else rest[:2]
-            strides.append(Three(size * batch, size * head, size * slot))
-        return Coded(codes[0], scales and scales[0], *strides)
+def coded_at(codes: Place, scales: Place | None) -> Any:
+    """Codes [B, Hkv, N, width] and scales [B, Hkv, N, ...]; or [B, N, ...] of heads that share slots. Plain rows
+    have no scales.
+    """
+    strides = []
+    for _, size, (batch, *rest) in (codes, scales or (None, 0, codes[2])):
+        head, slot = (0, rest[0]) if len(codes[2]) == 3 else rest[:2]
+        strides.append(Three(size * batch, size * head, size * slot))
+    return C.Coded(codes[0], scales and scales[0], *strides)
 
 
 def place_of(part: Tensor) -> Place:
@@ -51,81 +46,17 @@ def place_of(part: Tensor) -> Place:
     return part.data_ptr(), part.element_size(), part.stride()
 
 
-class Rows(Structure):
-    """`Rows` of slots.cpp."""
-
-    _fields_ = (
-        ("coded", Coded),
-        *((name, c_void_p) for name in ("rows", "halves")),
-        *((name, c_int64) for name in ("batch", "heads", "slots", "dim", "threads")),
-        ("root", c_double),
-    )
-
-
-class Token(Structure):
-    """`Token` of slots.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("keys", "values", "positions", "seen")),
-        ("position_strides", c_int64 * 2),
-        *((name, c_int64) for name in ("seen_stride", "room")),
-        ("root", c_double),
-    )
-
-
-class EvictedMeans(Structure):
-    """`Evicted` of slots.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in POINTERS),
-        ("strides", c_int64 * len(POINTERS)),
-        *((name, c_int64) for name in ("number", "halves")),
-    )
-
-
-class Attention(Structure):
-    """`Attention` of slots.cpp."""
-
-    _fields_ = (
-        *((name, Coded) for name in ("keys", "values")),
-        ("token", Token),
-        ("evicted", EvictedMeans),
-        *((name, c_void_p) for name in ("lengths", "starts", "queries", "bias", "sinks", "out", "lse", "mass")),
-        ("received", c_void_p),
-        ("received_strides", c_int64 * 2),
-        *((name, c_int64) for name in ("batch", "heads", "rows", "dim", "slots", "threads", "length_stride")),
-        ("start_stride", c_int64),
-        *((name, c_float) for name in ("scale", "root")),
-    )
-
-
-class Moving(Structure):
-    """`Moving` of slots.cpp."""
-
-    _fields_ = (("rows", c_void_p), ("strides", Three), ("size", c_int64))
-
-    @classmethod
-    def of(cls, part: Tensor, shared: bool) -> Moving | None:
-        """Of rows [B, Hkv, C, ...], or [B, S, ...] of heads that share slots; None where a row is in several pieces."""
-        axes = 2 if shared else 3
-        size, strides = part.element_size(), part.stride()
-        numbers = 1
-        for more, stride in zip(part.shape[: axes - 1 : -1], strides[: axes - 1 : -1]):
-            if stride != numbers:
-                return None
-            numbers *= more
-        of_head = (0, strides[1]) if shared else strides[1:3]
-        return cls(part.data_ptr(), Three(*(size * stride for stride in (strides[0], *of_head))), size * numbers)
-
-
-class Leaving(Structure):
-    """`Leaving` of slots.cpp."""
-
-    _fields_ = (
-        ("parts", Moving * len(Slots.MOVING)),
-        *((name, c_void_p) for name in ("lengths", "starts", "kept")),
-        *((name, c_int64) for name in ("number", "batch", "heads", "slots", "length_stride", "start_stride")),
-    )
+def moving_at(part: Tensor, shared: bool) -> Any:
+    """Rows [B, Hkv, C, ...], or [B, S, ...] of heads that share slots; None where a row is in several pieces."""
+    axes = 2 if shared else 3
+    size, strides = part.element_size(), part.stride()
+    numbers = 1
+    for more, stride in zip(part.shape[: axes - 1 : -1], strides[: axes - 1 : -1]):
+        if stride != numbers:
+            return None
+        numbers *= more
+    of_head = (0, strides[1]) if shared else strides[1:3]
+    return C.Moving(part.data_ptr(), Three(*(size * stride for stride in (strides[0], *of_head))), size * numbers)
 
 
 def serves(form: RowFormat, dim: int) -> bool:
@@ -139,10 +70,10 @@ def root(dim: int) -> float:
     return float((dim & -dim) ** -0.5)
 
 
-def rows_of(rows: Tensor, coded: Coded) -> Rows:
+def rows_of(rows: Tensor, coded: Any) -> Any:
     """rows [B, Hkv, N, D], fp32 or bf16 and contiguous, and where they are codes."""
     place = (None, rows.data_ptr()) if rows.dtype == torch.bfloat16 else (rows.data_ptr(), None)
-    return Rows(coded, *place, *rows.shape, torch.get_num_threads(), root(rows.shape[-1]))
+    return C.Rows(coded, *place, *rows.shape, torch.get_num_threads(), root(rows.shape[-1]))
 
 
 def in_four(part: Tensor, place: int) -> Tensor:
@@ -157,7 +88,7 @@ def encode_rows(form: RowFormat, rows: Tensor) -> Stored:
     rows, place = rows.float().contiguous(), rows.ndim - 1
     codes, scales = form.empty(rows.shape[:-1], rows.shape[-1], torch.float32, rows.device)
     assert scales is not None
-    coded = Coded.of(*(place_of(in_four(part, place)) for part in (codes, scales)))  # views
+    coded = coded_at(*(place_of(in_four(part, place)) for part in (codes, scales)))  # views
     cpu.call("slots", f"encode_{form.name}", rows_of(in_four(rows, place), coded))
     return codes, scales
 
@@ -172,7 +103,7 @@ def decode_rows(form: RowFormat, codes: Tensor, scales: Tensor | None, dtype: to
     made = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     rows = torch.empty(*codes.shape[:-1], form.dim(codes.shape[-1]), dtype=made, device=codes.device)
     parts = in_four(codes, place), in_four(scales, place)  # copies stay until the call is over
-    cpu.call("slots", f"decode_{form.name}", rows_of(in_four(rows, place), Coded.of(*map(place_of, parts))))
+    cpu.call("slots", f"decode_{form.name}", rows_of(in_four(rows, place), coded_at(*map(place_of, parts))))
     return rows.to(dtype)
 
 
@@ -187,9 +118,9 @@ class Standing:
         self.tensors, self.attention, self.takes, slots = tensors, None, False, state.exact
         if not (attends(slots, dim) and mixes(known)):
             return
-        self.attention = given = Attention(
-            Coded.of(place_of(slots.keys), None if slots.key_scales is None else place_of(slots.key_scales)),
-            Coded.of(place_of(slots.values), None if slots.value_scales is None else place_of(slots.value_scales)),  # type: ignore[arg-type]
+        self.attention = given = C.Attention(
+            coded_at(place_of(slots.keys), None if slots.key_scales is None else place_of(slots.key_scales)),
+            coded_at(place_of(slots.values), None if slots.value_scales is None else place_of(slots.value_scales)),  # type: ignore[arg-type]
         )
         lengths, starts, received, positions = slots.lengths, slots.starts, slots.attention, slots.positions
         given.lengths, given.length_stride = lengths.data_ptr(), lengths.stride(0)
@@ -200,7 +131,7 @@ class Standing:
         plain = positions is not None and positions.dtype == torch.int32 and positions.stride(-1) == 1
         if positions is not None and plain and slots.bias is None and state.seen.dtype == torch.int64:
             *strides, _ = positions.stride()
-            given.token = Token(None, None, positions.data_ptr(), state.seen.data_ptr(), (c_int64 * 2)(*strides))
+            given.token = C.Token(None, None, positions.data_ptr(), state.seen.data_ptr(), (c_int64 * 2)(*strides))
             given.token.seen_stride, given.token.root = state.seen.stride(0), root(dim)
             given.token.room, self.takes = slots.keys.shape[-2], True
         for name, part in () if known is None else MIXED[type(known)].items():
@@ -271,7 +202,7 @@ def step(
     found = standing(state, spec.evicted(state), dim)
     if found.attention is None:
         return None
-    given = Attention.from_buffer_copy(found.attention)
+    given = C.Attention.from_buffer_copy(found.attention)
     rows = dense(q, torch.float32)
     out = torch.empty_like(rows)
     lse, mass = rows.new_empty(batch, num_heads), rows.new_empty(batch, num_heads)
@@ -312,13 +243,13 @@ def leave(slots: Slots, kept: Tensor) -> bool:
     Returns: whether it was done; without a compiler, and where a row is in several pieces, nothing happens.
     """
     lengths, starts = slots.lengths, slots.starts
-    found = [Moving.of(part, starts is not None) for part in slots.moving().values()]
+    found = [moving_at(part, starts is not None) for part in slots.moving().values()]
     parts = [part for part in found if part is not None]
     if len(parts) < len(found) or not owned_as_expected(slots) or not cpu.available("slots"):
         return False
     kept = kept.contiguous()
-    rows = (Moving * len(Slots.MOVING))(*parts)
-    given = Leaving(rows, lengths.data_ptr(), None, kept.data_ptr(), len(parts), *kept.shape)
+    rows = (C.Moving * len(Slots.MOVING))(*parts)
+    given = C.Leaving(rows, lengths.data_ptr(), None, kept.data_ptr(), len(parts), *kept.shape)
     given.length_stride = lengths.stride(0)
     if starts is not None:
         given.starts, given.start_stride = starts.data_ptr(), starts.stride(0)

@@ -34,7 +34,6 @@ LANES(int32_t, NativeInts, NATIVE);
 LANES(uint16_t, NativeShorts, NATIVE);
 LANES(float, Half, WIDE / 2);
 LANES(float, Quarter, WIDE / 4);
-LANES(double, Doubles, WIDE / 2);
 LANES(int32_t, Ints, WIDE);
 LANES(uint16_t, Shorts, WIDE);
 LANES(uint8_t, Bytes, WIDE);

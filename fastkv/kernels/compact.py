@@ -389,19 +389,6 @@ def _move_kernel(
         tl.store(places + hole, tl.where(source < used, old, new), mask=inside)
 
 
-def row_splits(most: int) -> int:
-    """Splits of so many listed rows."""
-    return min(MAX_SPLITS, max(1, most // ROWS_PER_SPLIT))
-
-
-def move_tile(width: int, packed: bool) -> tuple[int, int]:
-    """Rows at once and warps of a move, for heads padded to `width`; packed: it encodes in 4 bits, which takes the
-    registers of a merge, as wide heads do.
-    """
-    rows, _, warps = MERGE[width]
-    return (rows, warps) if packed or width > 256 else (ROWS, 4)
-
-
 def compact(
     valid: Tensor, selection: Selection, block: tuple[Tensor, Tensor, Tensor] | None, known: Tensor | None,
     state: LayerState, spec: Spec,
@@ -447,7 +434,7 @@ def compact(
     most = num  # rows that leave, or move; every head keeps `spec.tokens`, and of a slab all but `spec.spare`
     if block is None:
         most = max(num - spec.tokens if slots.starts is None else spec.spare, 1)
-    splits, pairs = row_splits(most), batch * heads
+    splits, pairs = min(MAX_SPLITS, max(1, most // ROWS_PER_SPLIT)), batch * heads
     crosses = None
     if moments.cross is not None and splits > 1:
         crosses = torch.empty(pairs, splits, dk, dv, dtype=torch.float32, device=device)
@@ -472,7 +459,9 @@ def compact(
         )  # fmt: skip
         if splits > 1:
             _merge_kernel[(pairs, slices)](plan, changing, *where, splits, TILE=tile, num_warps=warps)
-    rows, warps = move_tile(pow2(max(dk, dv), 64), slots.format.values.bits == 4)
+    width = pow2(max(dk, dv), 64)
+    (rows, _, warps), packed = MERGE[width], slots.format.values.bits == 4  # which takes the registers of a merge
+    rows, warps = (rows, warps) if packed or width > 256 else (ROWS, 4)
     movers = min(triton.cdiv(min(most, capacity), rows), MAX_MOVERS)
     _move_kernel[(pairs, movers)](
         held, block_keys, block_values, View.of(new_positions), plan, *where, num, capacity, used,

@@ -326,27 +326,15 @@ def _constants(
     return tile, 8 if wide else 4, num_stages
 
 
-def most_registers(order: int | None, tile: DecodeTile, chip: str) -> dict[str, int]:
-    """Launch options. With centroids, on sm_80, ptxas spills to fit a third program beside two, for which shared memory
-    has no room. chip: see `chip_of`.
-    """
-    spills = order == CENTROIDS and tile.GROUP.BLOCK_D == 128
-    return {"maxnreg": 255} if spills and chip == "80" else {}
-
-
 def decode_step(
     q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One launch, nothing copied, no host sync; shapes as in `reference.decode_step`.
+    """`reference.decode_step`: one launch, nothing copied, no host sync. `out` is what it returns if that is like q.
 
     Everything is contiguous, or rows of it in pages; of q, k and v what each sequence has is. Of row 0 results are zero
-    and -inf.
+    and -inf. Keys and values have the dtype of q, or are codes with scales (see `_codes`), statistics are fp32, the
+    matrix is cross in fp32 or cross / count in half precision; `state.scratch` is a `Workspace`, made if it is empty.
 
-    Keys and values have the dtype of q, or are codes with scales (see `_codes`), statistics are fp32, the matrix of the
-    moments cross in fp32 or cross / count in half precision; `state.scratch` is a `Workspace`, made if it is empty.
-
-    Returns: out [B, Hq, D] in the dtype of q, the given one if it is like that, lse_retained and lse_evicted [B, Hq]
-        fp32, natural log (-inf if empty).
     Raises: FastKVError for shapes, strides or dtypes that are not as above.
     """
     op, slots, starts, moments = "decode_step", state.exact, state.exact.starts, state.moments
@@ -376,11 +364,13 @@ def decode_step(
         room = Workspace.for_state(heads * groups, state)
     parts = room.parts if room is not None and several else PartPointers()
     logits = room.logits if room is not None and collects else None
+    # With centroids, on sm_80, ptxas spills to fit a third program beside two, for which shared memory has no room.
+    spills = known.order == CENTROIDS and tile.GROUP.BLOCK_D == 128 and chip_of(q.device) == "80"
     results = decode_outputs(q, out)
     _decode_attention_kernel[pairs, tile.PARTS](
         TokenPointers.of(q, k, v), pointers, evicted, results, parts, logits, state.sink_logits, state.rows, page,
         Sizes(capacity, pool, known.num), Scaling(spec.scale, spec.softcap), TILE=tile, HIP=on_hip(),
         num_warps=num_warps, num_stages=stages(num_stages),
-        **most_registers(known.order, tile, chip_of(q.device)),
+        **({"maxnreg": 255} if spills else {}),
     )  # fmt: skip
     return tuple(results)

@@ -348,11 +348,8 @@ def queries_ahead(
     queries: Tensor, positions: Tensor, valid: Tensor, rotary: Rotary, horizon: int, sinks: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.queries_ahead`: programs of the first launch add up a stretch of the queries of a head, those of the
-    second turn the sums of all stretches.
-
-    Args: queries [B, Hq, T, D], unit stride along D; positions int32, valid bool [B, Hkv, N].
-    Cost: two launches; in the first each tile of columns reads the queries: one for heads of 64, two for 128, eight for
-        256; no host sync.
+    second turn the sums of all stretches. In the first each tile of columns reads the queries: one for heads of 64, two
+    for 128, eight for 256. queries have unit stride along D. No host sync.
     """
     op, (batch, num_heads, num, dim) = "queries_ahead", queries.shape
     check_head_dim(op, dim)
@@ -389,12 +386,9 @@ def expected_attention(
     keys: Tensor, values: Tensor, mean: Tensor, covariance: Tensor, count: Tensor, scale: float, epsilon: float,
     memory: Tensor, *, valid: Tensor,
 ) -> Tensor:  # fmt: skip
-    """`reference.expected_attention`.
+    """`reference.expected_attention` of contiguous tensors; keys and values have unit stride along D.
 
-    Args: keys [B, Hkv, N, D], values [B, Hkv, N, Dv], unit stride along D; mean [B, Hq, 1, D], covariance [B, Hq, D, D]
-        fp32, contiguous; count [B, 1, 1] int64; memory fp32, contiguous, and valid bool [B, Hkv, N].
-    Returns: [B, Hkv, N] fp32. Cost: three launches; no host sync.
-    Raises: FastKVError for shapes or strides that do not fit.
+    Cost: three launches; no host sync.  Raises: FastKVError for shapes or strides that do not fit.
     """
     (batch, heads, num, dim), num_heads, op = keys.shape, mean.shape[1], "expected_attention"
     check_head_dim(op, dim)

@@ -187,13 +187,8 @@ def keydiff_scores(
     keys: Tensor, anchor: str = "mean", *, distance: str = "cosine", mask: Tensor | None = None,
     positions: Tensor | None = None, rotary: Rotary | None = None,
 ) -> Tensor:  # fmt: skip
-    """Keys unlike the others are kept: -cos(a, k_i), or another distance to the anchor a.
-
-    Args: keys [B, Hkv, N, D], unit stride along D; anchor: "mean" or "normalized_mean"; distance: "cosine", "dot" or
-        "euclidean"; real tokens are those of mask [B, Hkv, N] bool, or all; positions [B, Hkv, N] int32, to which
-        `rotary` has turned the keys, if they are to be compared as they were before.
-    Returns: [B, Hkv, N] fp32, 0 where not real (the reference too, except for "euclidean").
-    Raises: FastKVError for another anchor or distance.  Cost: reads the keys twice, two launches, no host sync.
+    """`reference.keydiff_scores` of unit stride along D, for anchors "mean" and "normalized_mean"; positions and
+    rotary as in `ops.keydiff_scores`. Raises: FastKVError for another anchor.  Cost: two launches, no host sync.
     """
     metric = {"cosine": "keydiff", "dot": "dot", "euclidean": "l2"}.get(distance)
     if anchor not in ("mean", "normalized_mean") or metric is None:
@@ -207,10 +202,6 @@ def keydiff_scores(
 def manifold_scores(
     keys: Tensor, window: int | None = None, metric: str = "l2", *, mask: Tensor | None = None
 ) -> Tensor:
-    """Keys far from the mean key of the head, or of their window of `window` real tokens in order, are kept.
-
-    Args: as in `keydiff_scores`; metric: "l2", "l1", "linf" or "cosine" (1 - cos).
-    Returns: [B, Hkv, N] fp32, 0 where not real.  Cost: as there; windows with a mask add an argsort of the mask.
-    """
+    """`reference.manifold_scores`, likewise; windows with a mask add an argsort of the mask."""
     check_metric(metric, window)
     return _scores(keys, metric, False, window, mask)

@@ -32,28 +32,6 @@ MAX_SPLITS = 64
 MAX_SKETCH = 128
 
 
-def _most_columns(width: int, dtype: torch.dtype) -> int:
-    """Of a sketch for keys padded to `width`: more do not fit in any chip's shared memory beside a tile of keys."""
-    return MAX_SKETCH if width * dtype.itemsize <= 512 else MAX_SKETCH // 2
-
-
-def _gram_part(columns: int) -> int:
-    """How many rows and columns of the Gram matrix a program adds up. A whole matrix of 128 columns spills on sm_80 and
-    AMD, and is compiled to nothing for sm_100."""
-    return columns if columns <= 64 else 32
-
-
-def _part(dtype: torch.dtype, columns: int, hip: bool) -> int:
-    """How many columns are solved at once: their three terms fit in shared memory beside the sketch, also on sm_80, and
-    in registers on AMD."""
-    return min(columns, 32 if dtype == torch.float32 or (hip and columns > 64) else 64)
-
-
-def _tile(width: int, hip: bool) -> tuple[int, int]:
-    """Keys per tile and warps for keys padded to `width`; AMD spills with 32 keys of 256."""
-    return 16 if hip and width == 256 else 32, WARPS_HIP if hip else WARPS
-
-
 class Tile(NamedTuple):
     """Constants of a launch: numbers of a key and padded ones, columns of a sketch and padded ones; keys at a time."""
 
@@ -193,14 +171,9 @@ def _solve_matrix(grams: Tensor, means: Tensor, counts: Tensor, centre: bool) ->
 def sketched_leverage(
     keys: Tensor, sketch: Tensor, method: str = "cholesky", *, mask: Tensor | None = None, centre: bool = False
 ) -> Tensor:
-    """Leverage of each key in the sketched space, |L^-1 x_i|^2 with x = k Phi and X^T X = L L^T.
+    """`reference.sketched_leverage` by a Cholesky factor; keys have unit stride along D.
 
-    Args: keys [B, Hkv, N, D] before the rotation, any strides, unit stride along D; sketch [D, k] fp32, k <= 128, from
-        `reference.sketch_matrix`, or the identity for D <= 128 (rounding to the keys' dtype changes neither); mask
-        [B, Hkv, N] bool, true for real tokens; centre: subtract the mean first.
-    Returns: [B, Hkv, N] fp32, 0 where not real.
-    Cost: reads the keys twice; two launches, and torch's on [B, Hkv, k, k]; no host sync.
-    Raises: FastKVError for a sketch that does not fit.
+    Cost: two launches, and torch's on [B, Hkv, k, k]; no host sync. Raises: FastKVError for a sketch that does not fit.
     """
     batch, heads, num, dim = keys.shape
     size = sketch.shape[-1]
@@ -208,7 +181,7 @@ def sketched_leverage(
     check_like("leverage_scores", (dim, None), sketch=sketch)
     check_like("leverage_scores", (batch, heads, num), mask=mask)
     width = pow2(dim, 16)
-    most = _most_columns(width, keys.dtype)
+    most = MAX_SKETCH if width * keys.dtype.itemsize <= 512 else MAX_SKETCH // 2  # beside keys in shared memory
     if size > most or sketch.dtype != torch.float32:
         raise FastKVError(
             f"leverage_scores: the sketch must be fp32 with at most {most} columns for {keys.dtype} of size {dim}, got "
@@ -218,7 +191,7 @@ def sketched_leverage(
     scores = torch.empty(batch, heads, num, dtype=torch.float32, device=keys.device)
     if not scores.numel():
         return scores
-    tile, warps = _tile(width, on_hip())
+    tile, warps = 16 if on_hip() and width == 256 else 32, WARPS_HIP if on_hip() else WARPS  # AMD spills with 32 of 256
     rows = triton.cdiv(max(LEAST_ROWS, triton.cdiv(num, MAX_SPLITS)), tile) * tile
     splits = triton.cdiv(num, rows)
     grams = torch.empty(batch, heads, splits, size, size, dtype=torch.float32, device=keys.device)
@@ -227,10 +200,12 @@ def sketched_leverage(
     inputs = View.of(keys), None if mask is None else mask.view(torch.uint8), sketch.to(keys.dtype)
     sizes = Tile(heads, dim, width, size, pow2(size, 16), tile)
     flags, grid = {"TILE": sizes, "num_warps": warps, "num_stages": stages(2)}, (splits, batch * heads)
-    part = _gram_part(sizes.BK)
+    # A whole Gram matrix of 128 columns spills on sm_80 and AMD, and is compiled to nothing for sm_100.
+    part = sizes.BK if sizes.BK <= 64 else 32
     parts = (*grid, (sizes.BK // part) ** 2)
     _gram_kernel[parts](*inputs, grams, means, counts, num, rows, PART=part, CENTRE=centre, **flags)
     solve, middle = _solve_matrix(grams, means, counts, centre)
-    part = _part(keys.dtype, sizes.BK, on_hip())
+    # Three terms of each column fit in shared memory beside the sketch, also on sm_80, and in registers on AMD.
+    part = min(sizes.BK, 32 if keys.dtype == torch.float32 or (on_hip() and sizes.BK > 64) else 64)
     _norm_kernel[grid](*inputs, solve, middle if centre else None, scores, num, rows, PART=part, **flags)
     return scores

@@ -26,7 +26,7 @@ BLOCKS = {
     128: (64, 32, 4),
     256: (64, 32, 8),
     512: (32, 32, 8),
-}  # padded head_dim -> slots, matrix rows, warps
+}  # padded D -> slots, matrix rows, warps
 FP32_BLOCKS = {64: (32, 16, 4), 128: (32, 16, 4), 256: (32, 32, 8), 512: (16, 32, 8)}
 
 
@@ -68,13 +68,6 @@ def _moment_scores_kernel(
     tl.store(out_ptr + pair * slots + slot, tl.where(inside, score, 0.0), mask=slot < slots)
 
 
-def _constants(exact: bool, head_dim: int) -> tuple[dict, int]:
-    """Constexpr arguments, and warps; `exact` for fp32 products."""
-    padded = pow2(head_dim, 64)
-    block_n, block_k, num_warps = (FP32_BLOCKS if exact else BLOCKS)[padded]
-    return dict(D=head_dim, BLOCK_D=padded, BLOCK_N=block_n, BLOCK_K=block_k), num_warps
-
-
 def moment_scores(attention: Tensor | None, keys: Tensor, values: Tensor, moments: Moments, scale: float) -> Tensor:
     """`reference.moment_scores`, of contiguous tensors: one launch, no host sync. Read is `moments.slope`, if there is
     one. Raises: FastKVError for other shapes or strides.
@@ -87,9 +80,10 @@ def moment_scores(attention: Tensor | None, keys: Tensor, values: Tensor, moment
     check_contiguous("moment_scores", **given, count=count)
     out = torch.empty(batch, heads, slots, dtype=torch.float32, device=keys.device)
     exact = torch.float32 in (keys.dtype, None if matrix is None else matrix.dtype)
-    constants, num_warps = _constants(exact, dim)
-    _moment_scores_kernel[batch * heads, triton.cdiv(slots, constants["BLOCK_N"])](
+    padded = pow2(dim, 64)
+    block_n, block_k, num_warps = (FP32_BLOCKS if exact else BLOCKS)[padded]
+    _moment_scores_kernel[batch * heads, triton.cdiv(slots, block_n)](
         attention, keys, values, value_mean, matrix, count, out, slots, scale,
-        **constants, num_warps=num_warps, num_stages=stages(3),
+        D=dim, BLOCK_D=padded, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps, num_stages=stages(3),
     )  # fmt: skip
     return out

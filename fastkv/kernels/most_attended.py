@@ -49,12 +49,7 @@ def _most_attended_kernel(q: View, keys: View, lse_ptr, most_ptr, scaling: Scali
 
 
 def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: float | None = None) -> Tensor:
-    """`reference.most_attended`: the largest share of what a query attends to that it gives each key.
-
-    Args: q [B, Hq, T, D], keys [B, Hkv, N, D] post-RoPE, both with unit stride along D; lse [B, Hq, T]: of all that
-        each query attends to.
-    Returns: [B, Hkv, N] fp32. Cost: one launch; no host sync.
-    """
+    """`reference.most_attended`: one launch, no host sync; q and keys have unit stride along D."""
     groups, (batch, heads, num, dim) = check_most_attended(q, keys, lse), keys.shape
     check_head_dim("most_attended", dim)
     assert q.stride(-1) == keys.stride(-1) == 1

@@ -148,21 +148,12 @@ def _column_kernel(
     tl.store(mass_ptr + head * N + index, sums / G, mask=rank < high)
 
 
-def _room(element_size: int, hip: bool) -> int:
-    """Elements of a chunk of keys that fit in shared memory beside the queries: AMD has 64 KiB, fp32 needs copies."""
-    return (16 if hip or element_size == 4 else 64) << 10
-
-
 def noncausal_attention_mass(
     q: Tensor, keys: Tensor, scale: float, chunk: int = 256, *, softcap: float | None = None,
     mask: Tensor | None = None, sink_logits: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Column sums of the non-causal attention within each chunk, mean over the group, before pooling.
+    """`reference.noncausal_attention_mass`; q and keys have any strides, unit stride along D.
 
-    Args: q [B, Hq, N, D], keys [B, Hkv, N, D]: post-RoPE, in order of position, any strides, unit stride along D;
-        chunk: real tokens per chunk; mask [B, Hkv, N] bool, true for real tokens, which alone ask and are asked;
-        sink_logits [Hq], see `reference.with_sink`.
-    Returns: [B, Hkv, N] fp32, 0 where not real.
     Cost: one launch up to chunk = 256, else two; with a mask an argsort of it; no host sync.
     """
     batch, num_heads, num, dim = q.shape
@@ -186,7 +177,8 @@ def noncausal_attention_mass(
     inputs, numbers = (View.of(q), View.of(keys), order, count), (Scaling(scale, softcap), num, chunk)
     chunks, pairs = triton.cdiv(num, chunk), batch * heads
     (rows, columns, warps), lse = DOUBLE[width], None
-    if block <= ON_CHIP and block * width <= _room(q.element_size(), on_hip()):
+    # Elements of keys in shared memory beside the queries: AMD has 64 KiB, fp32 needs copies.
+    if block <= ON_CHIP and block * width <= (16 if on_hip() or q.element_size() == 4 else 64) << 10:
         (rows, warps), columns = SINGLE[width], block
     else:
         lse = torch.empty(batch, num_heads, num, dtype=torch.float32, device=q.device)

@@ -14,27 +14,20 @@ from . import remember as joining
 from . import slot_signals as slots
 from . import vector_decode as vector
 from ._launch import Workspace, WorkspaceRoom, num_sms
-from .blocks import candidates as candidates
-from .blocks import read_rows as read_rows
-from .blocks import write_rows as write_rows
-from .compact import compact as compact
-from .expected_attention import expected_attention as expected_attention
-from .expected_attention import queries_ahead as queries_ahead
-from .key_scores import keydiff_scores as keydiff_scores
-from .key_scores import manifold_scores as manifold_scores
-from .leverage import sketched_leverage as sketched_leverage
-from .moment_scores import moment_scores as moment_scores
-from .most_attended import most_attended as most_attended
-from .noncausal_mass import noncausal_attention_mass as noncausal_attention_mass
-from .pooling import chunk_mean as chunk_mean
-from .pooling import pool_scores as pool_scores
-from .prefill_attention import prefill_attention as prefill_attention
-from .select import select as select
-from .select import select_each as select_each
-from .slot_signals import memorise as memorise
-from .window_scores import observed_attention as observed_attention
-from .z_scores import needed_scores as needed_scores
-from .z_scores import z_scores as z_scores
+from .blocks import candidates, read_rows, write_rows
+from .compact import compact
+from .expected_attention import expected_attention, queries_ahead
+from .key_scores import keydiff_scores, manifold_scores
+from .leverage import sketched_leverage
+from .moment_scores import moment_scores
+from .most_attended import most_attended
+from .noncausal_mass import noncausal_attention_mass
+from .pooling import chunk_mean, pool_scores
+from .prefill_attention import prefill_attention
+from .select import select, select_each
+from .slot_signals import memorise
+from .window_scores import observed_attention
+from .z_scores import needed_scores, z_scores
 
 FOLLOWS_ROWS = ("compact", "decode_step", "memorise", "prefill_attention", "remember", "slot_signals")
 

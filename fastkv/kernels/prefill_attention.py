@@ -464,11 +464,6 @@ def tile_of(case: Case) -> Tile | None:
     return replace(tile, keys=CAP_TILE_HIP) if case.capped and case.chip == "hip" else tile
 
 
-def centroids_at_once(tile: Tile, num: int | None) -> int:
-    """Of `num` centroids, None for none. Their logits take more registers than those of slots."""
-    return min(pow2(num or 1, 16), tile.keys, tile.centroids)
-
-
 def prefill_attention(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor, state: LayerState, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -530,7 +525,7 @@ def prefill_attention(
     if divides:  # two matrices do not fit
         slope = pointers.matrix_ptr / pointers.count_ptr.clamp(min=1)[..., None, None]
         pointers = pointers._replace(matrix_ptr=slope.to(q.dtype))
-    centroids = centroids_at_once(tile, known.num)
+    centroids = min(pow2(known.num or 1, 16), tile.keys, tile.centroids)  # their logits take more registers
     sizes = PrefillTile(
         heads, groups, dim, value_dim, width, value_width, tile.rows, tile.keys, centroids, min(tile.seed, width),
         min(tile.slice or width, width), has_slope,

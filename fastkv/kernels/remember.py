@@ -622,11 +622,6 @@ def working_rows(num: int, most: int) -> int:
     return triton.cdiv(num + most, 16) * 16
 
 
-def _asking(tile: Tile, chip: str) -> Tile:
-    """Of a launch of offers: on sm_90 tiles that a group of four warps multiplies at once."""
-    return tile._replace(MOVERS=64 if chip == "90" else 32, PARTNERS=64)
-
-
 def _warps(dim: int, lanes: int, hip: bool) -> int:
     """Warps of a program with rows of `dim` columns and so many movers; AMD's have twice the threads."""
     many = MANY if dim <= 64 else MANY // 4
@@ -686,7 +681,8 @@ def _join_blocks(
     value_dim, pairs = parts.values.shape[-1], gone.numel()
     settling = Tile.of(heads, dim, value_dim, pow2(triton.cdiv(TOGETHER, 2)))
     tile = settling._replace(RECEIVERS=8) if min(dim, value_dim) >= 128 else settling
-    asking = _asking(tile, chip_of(gone.device))
+    movers = 64 if chip_of(gone.device) == "90" else 32  # on sm_90 tiles that four warps multiply at once
+    asking = tile._replace(MOVERS=movers, PARTNERS=64)
     rows = working_rows(num, min(most, BLOCK))
     room = torch.empty(pairs * room_size(rows, dim, value_dim), dtype=torch.float32, device=gone.device)
     launch = {"num_warps": _warps(max(dim, value_dim), 0, on_hip()), "num_stages": stages(2)}

@@ -357,12 +357,8 @@ def _constants(
 def vector_decode_step(
     q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`decode_step` with tokens that have a key but no value, in one launch; shapes as in `reference.decode_step`.
-
-    `state.recovery`: weight in the dtype of q or fp32, cos and sin fp32, rotate_half pairing. `state.scratch` is a
-    `Workspace`, made if it is empty. The position of the token is lengths + approx.lengths + count.
-
-    Raises: FastKVError for shapes, strides or dtypes that are not as above.
+    """`decode_step` with tokens that have a key but no value, in one launch: `state.recovery` has its weight in the
+    dtype of q or fp32, cos and sin in fp32. The position of the token is lengths + approx.lengths + count.
     """
     op, exact, approx, moments, recovery = "decode_step", state.exact, state.approx, state.moments, state.recovery
     keys, values, starts = exact.keys, exact.values, exact.starts

@@ -26,6 +26,7 @@ from ._arguments import Scaling, View
 from ._attention import LOG2E, _add_sink, _bias2, _dot, _logits2
 from ._launch import check_head_dim, check_like, pow2, stages
 from .blocks import SCAN, _of_rank, _real_before
+from .noncausal_mass import Tile
 
 # padded head_dim: (keys per tile, warps, stages)
 BLOCKS = {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 4, 3), 256: (32, 8, 2), 512: (32, 8, 1)}
@@ -57,17 +58,6 @@ class Parts(NamedTuple):
     totals_ptr: Any
     tokens_ptr: Any
     queried_ptr: Any
-
-
-class Tile(NamedTuple):
-    """Constants of a launch: heads, their numbers, padded ones; rows and keys at a time."""
-
-    HEADS: int
-    G: int
-    D: int
-    BD: int
-    ROWS: int
-    BLOCK_N: int
 
 
 @triton.jit
@@ -120,7 +110,7 @@ def _lse_kernel(
 ):
     HEADS: tl.constexpr = TILE.HEADS
     G: tl.constexpr = TILE.G
-    ROWS: tl.constexpr = TILE.ROWS
+    ROWS: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     head = tl.program_id(2).to(tl.int64)
     batch, kv = head // HEADS, head % HEADS
@@ -186,7 +176,7 @@ def _column_kernel(
 ):
     HEADS: tl.constexpr = TILE.HEADS
     G: tl.constexpr = TILE.G
-    ROWS: tl.constexpr = TILE.ROWS
+    ROWS: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     head = tl.program_id(1).to(tl.int64)
     batch, kv = head // HEADS, head % HEADS
@@ -209,13 +199,9 @@ def observed_attention(
     window: int | None = None, log_mass: Tensor | None = None, sink_logits: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`reference.observed_attention`.
+    """`reference.observed_attention` of contiguous tensors; q and keys have any strides, unit stride along D.
 
-    Args:
-        q: [B, Hq, T, D], keys: [B, Hkv, N, D]: any strides, unit stride along D.  valid: [B, Hkv, N] bool.
-        positions: [B, Hkv, N] int32.  log_mass: [B, Hq, T] fp32.  bias: [B, Hkv, N] fp32.
-    Returns: [B, Hkv, N] and [B, 1, 1] fp32.  Cost: two launches, no host sync.
-    Raises: FastKVError for shapes or strides that do not fit.
+    Cost: two launches, no host sync.  Raises: FastKVError for shapes or strides that do not fit.
     """
     op, (batch, num_heads, num, dim) = "observed_attention", q.shape
     heads, length = keys.shape[1:3]

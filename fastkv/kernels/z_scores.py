@@ -93,11 +93,7 @@ def needed_scores(unlike: Tensor, expected: Tensor | None, reread: Tensor | None
 
 
 def z_scores(scores: Tensor, mask: Tensor) -> Tensor:
-    """`reference.z_scores`.
-
-    Args: scores [..., B, Hkv, N] fp32, contiguous: any number of them; mask [B, Hkv, N] bool, true for real tokens.
-    Returns: fp32 in the shape of the scores, 0 where not real.  Raises: FastKVError for other shapes or strides.
-    """
+    """`reference.z_scores` of contiguous fp32 scores. Raises: FastKVError for other shapes or strides."""
     check_like("z_scores", (*scores.shape[: -mask.ndim], *mask.shape), scores=scores)
     return _launched(scores, None, None, mask)
 

@@ -68,16 +68,13 @@ def decode_attention(
     softcap: float | None = None,
     *,
     order: int | None = 1,
-    attention: Tensor | None = None,
-    sink_logits: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.decode_attention`. Kernel: one launch."""
     counted = moments if isinstance(moments, Moments) else Moments(torch.zeros_like(lengths, dtype=torch.int64))
     parts = None if isinstance(moments, Moments) else moments
     seen = torch.zeros(len(q), dtype=torch.int64, device=q.device)
-    slots = Slots(keys, values, lengths, attention=attention)
-    state = LayerState(slots, seen, counted, parts=parts, sink_logits=sink_logits)
+    state = LayerState(Slots(keys, values, lengths), seen, counted, parts=parts)
     return decode_step(q, None, None, state, Spec(scale, softcap, corrections.reading(state, order), backend))
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -135,29 +134,18 @@ class MomentUse(NamedTuple):
     rounds: int = 1
 
 
-class FixedHeads(Protocol):
-    """How many tokens each head keeps, where that is fixed beforehand."""
-
-    def check(self, heads: Sequence[int]) -> None:
-        """Raise FastKVError unless it is of a model with so many KV heads in each layer."""
-
-    def head_tokens(self, layer: int, heads: int, tokens: int, reserved: int) -> tuple[int, ...] | None:
-        """Tokens that each KV head keeps: at most heads * tokens in all, each at least `reserved`. None if all keep
-        the same.
-        """
-
-
 class Shares(NamedTuple):
     """What a policy says about the budget.
 
     Attributes: layers: shares of layers where the budget says "uniform"; None for none.  recent: share of the mean
         budget of a layer's heads that goes to the most recent tokens, whatever their score; a head that keeps less
-        than that, and with it all heads, has as many as fit.  heads: what each head keeps, None for the budget's.
+        than that, and with it all heads, has as many as fit.  heads: what each head keeps, by
+        `check` and `head_tokens` as in `DuoAttention`; None for the budget's.
     """
 
     layers: str | None = None
     recent: float = 0.0
-    heads: FixedHeads | None = None
+    heads: Any = None
 
 
 @dataclass(frozen=True)

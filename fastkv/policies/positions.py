@@ -51,7 +51,7 @@ class Streaming(Policy):
 
 
 @dataclass(frozen=True)
-class DuoAttention(Policy):
+class DuoAttention(Streaming):
     """A fixed split: streaming heads keep sinks and recent tokens, retrieval heads share the rest of the budget.
 
     Source: DuoAttention, Xiao et al. 2024, arXiv:2410.10819, Sec. 2. Which heads retrieve was learnt beforehand and
@@ -95,10 +95,6 @@ class DuoAttention(Policy):
         share, left = divmod(heads * tokens - (heads - count) * reserved, count)
         ranks = [sum(retrieval[:head]) for head in range(heads)]
         return tuple(share + (rank < left) if full else reserved for full, rank in zip(retrieval, ranks))
-
-    def score(self, signals: Signals) -> Tensor:
-        """The position itself, [B, Hkv, N] fp32."""
-        return ops.streaming_scores(signals.positions)
 
 
 def _sizes(numbers: Sequence[int]) -> str:

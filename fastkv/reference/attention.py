@@ -122,8 +122,6 @@ def decode_attention(
     softcap: float | None = None,
     *,
     order: int | None = 1,
-    attention: Tensor | None = None,
-    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One query per sequence over the first `lengths` slots and what is known of the evicted tokens (MomentKV Eq. 12).
 
@@ -131,8 +129,6 @@ def decode_attention(
         q: [B, Hq, D] post-RoPE.  keys: [B, Hkv, C, D].  values: [B, Hkv, C, Dv].  lengths: [B, Hkv] int, valid slots.
         moments: of the evicted tokens, or their centroids, or None.  order: of moments: 1, 0 (means only) or None (no
             correction).
-        attention: optional [B, Hkv, C] fp32, to which the group mean of the attention weights is added in place.
-        sink_logits: optional [Hq], see `with_sink`; part of neither log-sum-exp.
     Returns: out [B, Hq, Dv] in the dtype of q, lse_retained and lse_evicted [B, Hq] (-inf where empty). A head with
         nothing retained and nothing evicted returns zeros.
     Raises: FastKVError if Hq is not a multiple of Hkv or shapes disagree.
@@ -145,10 +141,7 @@ def decode_attention(
     check_shape("decode_attention", "lengths", lengths, (batch, heads))
     held = torch.arange(slots, device=q.device) < lengths[..., None]
     evicted = moments.upto(order) if isinstance(moments, Moments) else moments
-    out, lse, lse_evicted, received = attend_rows(q, keys, values, held, None, evicted, sink_logits, scale, softcap)
-    if attention is not None:
-        attention.add_(received)
-    return out, lse, lse_evicted
+    return attend_rows(q, keys, values, held, None, evicted, None, scale, softcap)[:3]
 
 
 def attend_rows(

@@ -43,7 +43,6 @@ already is never changed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -116,19 +115,10 @@ class Centroids(Evicted):
         return self.count.shape[-1]
 
     def add(self, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Centroids:
-        """Centroids, as many as there are, of this set and the given pairs together; the order of pairs matters."""
-        total = self
-        for after, _, _ in self.steps(keys, values, mask):
-            total = after
-        return total
+        """Centroids, as many as there are, of this set and the given pairs together; the order of pairs matters.
 
-    def steps(
-        self, keys: Tensor, values: Tensor, mask: Tensor | None = None
-    ) -> Iterator[tuple[Centroids, Tensor | None, Tensor]]:
-        """The steps of `add`: every BLOCK pairs line up behind the centroids, and then join them round by round.
-
-        Gives, of each step, what there is afterwards; `targets`, None where pairs line up; and `order`. With them it
-        can be followed where a pair goes. The last step of a block rounds the means to the dtype in which they came.
+        Every BLOCK pairs line up behind the centroids, and then join them round by round. The last round of a block
+        rounds the means to the dtype in which they came.
         """
         batch, heads, num = self.count.shape
         check_shape("Centroids.add", "keys", keys, (batch, heads, None, self.keys.shape[-1]))
@@ -146,22 +136,17 @@ class Centroids(Evicted):
             count = inside.to(dtype)
             new = count, new_keys, new_values, torch.zeros_like(count)
             total = Centroids(*(torch.cat((old.to(dtype), rows), 2) for old, rows in zip(total.tensors(), new)))
-            order = total.order()
-            total = total.at(order)
-            yield total, None, order
+            total = total.at(total.order())
             used, half = (total.count > 0).sum(-1), 0
             while total.num > num:
                 share = torch.where(used <= SETTLED, FINE, torch.where(used <= ROOMY * num, MEDIUM, COARSE))
                 joins = torch.minimum(used - num, (used // share).clamp(min=1)).clamp(min=0)
                 left = most_left(total.num, num)
-                target = total.targets(joins, half)
-                total = total.joined(target)
-                order = total.order(left)
-                total = total.at(order)
-                if left == num:
-                    total = total.rounded(self.keys.dtype)
-                yield total, target, order
+                total = total.joined(total.targets(joins, half))
+                total = total.at(total.order(left))
                 used, half = used - joins, 1 - half
+            total = total.rounded(self.keys.dtype)
+        return total
 
     def targets(self, joins: Tensor, half: int) -> Tensor:
         """The cheapest merges of one half into the other: [B, Hkv, M], whom each joins, most of them themselves.

@@ -118,12 +118,11 @@ class FastKVCache(Cache):
     def reading(self, prompt: Prompt) -> Iterator[None]:
         """While this is open, what the cache gets belongs to this prompt."""
         self.unroll()
-        self.prompt = prompt
+        self.prompt, self.workspace.reading = prompt, True
         try:
-            with self.workspace.reading_prompt():
-                yield
+            yield
         finally:
-            self.prompt = None
+            self.prompt, self.workspace.reading = None, False
         if self.is_compileable:
             self.roll(prompt.padding)
 

@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from ...backend import Parallel, check_backend, resolve
 from ...cache import CacheWorkspace
+from ...cache.layout import LayerPlan
 from ...cache.pages import PagedLayer, PagedRule, Traffic, warm_up
 from ...config import Config, check_shares
 from ...errors import FastKVError
@@ -148,8 +149,8 @@ class Compression:
                 torch.empty(1, layer.num_kv_heads, 0, dim, dtype=layer.kv_cache_torch_dtype, device=self.device)
                 for dim in (layer.head_size, layer.head_size_v)
             )
-            index = extract_layer_index(name)
-            made[name] = PagedRule.of(config, index, place, len(layers), keys, values, self.shared)
+            plan = LayerPlan(config, extract_layer_index(name), place, len(layers), self.shared.parallel)
+            made[name] = PagedRule.of(plan, keys, values)
         return made
 
     @cached_property
