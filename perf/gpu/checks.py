@@ -203,6 +203,7 @@ KINDS = (
     ("momentkv", "auto", "uniform"),
     ("keydiff", "none", "adaptive"),
     ("h2o", "mean", "uniform"),
+    ("compactor", "auto", "uniform"),
 )
 
 
