@@ -167,8 +167,9 @@ def compress(
     ahead = getattr(engine.modules.base(model), "rope_deltas", None)
     if ahead is not None and bool(ahead.any()):
         raise FastKVError(
-            "this prefix has images or videos, which take fewer positions than tokens, and its cache does not say how "
-            "many; read the prefix with a patched model"
+            "the last prompt of this model had images or videos, which take fewer positions than tokens, and a cache "
+            "does not say whether it has some; read the prefix with a patched model, or set rope_deltas of the base "
+            "model to None if it has none"
         )
     valid = _valid(attention_mask, layers[0][0])
     patch(model, policy, budget, **options)

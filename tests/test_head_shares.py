@@ -224,6 +224,10 @@ def test_states_that_layers_write_over():
     assert calibrate_heads(tiny.build("qwen3_next"), text=TEXT).heads == (2, 2)
 
 
+def test_what_layers_read_of_others_is_constant():
+    assert calibrate_heads(tiny.build("gemma4_text:shared-keys"), text=TEXT).heads == (2, 2)
+
+
 def test_no_text_is_read_beyond_the_positions():
     """GPT-2 has an embedding for each, and no other: they hold half as many tokens, as a text is read twice."""
     assert calibrate_heads(tiny.build("gpt2", n_positions=300)).tokens == 2 * 150

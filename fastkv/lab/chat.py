@@ -74,9 +74,10 @@ class Conversation:
     def save(self, path: str) -> None:
         """Write the cache, which reads first what it has not read yet. Raises: FastKVError as `FastKVCache.save`."""
         if self.pending.shape[1]:
-            end = self.tokenizer.eos_token_id
-            if not self.ended and self.tokenizer.chat_template is not None and end is not None:  # as `load` expects
-                self.pending, self.ended = torch.cat([self.pending, self.pending.new_tensor([[end]])], 1), True
+            end, cut = self.tokenizer.eos_token, turn(self.tokenizer, "", first=False, ended=False)
+            if not self.ended and end and cut.startswith(end):  # as `load` expects
+                token = self.pending.new_tensor([[self.tokenizer.eos_token_id]])
+                self.pending, self.ended = torch.cat([self.pending, token], 1), True
             self.model(self.pending, **{CACHE: self.cache})
             self.read, self.pending = torch.cat([self.read, self.pending], 1), self.pending[:, :0]
         self.cache.save(path)

@@ -194,11 +194,14 @@ def test_what_blocks_cannot_serve_is_refused(request_, refused):
         assert blocks._reserve_prefill_lookahead(request_, 0, 64) == 0, "it ends without a step"
 
 
-def test_the_rest_of_a_stream_that_was_refused_is_no_request():
+def test_the_end_of_a_stream_that_was_refused_is_refused():
     blocks, parts = Blocks(), [asked(resumable=True), asked(resumable=True), asked(tokens=1), asked(tokens=1)]
-    for part in parts:
+    for part in parts[:3]:
         blocks.add_request(part)
-    assert blocks.added == [parts[0], parts[3]] and blocks.grammar_compile_error_reqs == {"0"}
+    assert blocks.added == parts[:3] and blocks.grammar_compile_error_reqs == {"0"} and not blocks.streams
+    blocks.grammar_compile_error_reqs.clear()
+    blocks.add_request(parts[3])
+    assert not blocks.grammar_compile_error_reqs
 
 
 def test_the_scheduler_knows_how_long_embeddings_are():

@@ -295,7 +295,7 @@ def attach(model: Module, found: list[Module], config: Config) -> None:
     _override(decoder, "_fastkv_decoder_forward", decoder.forward)
     _override(decoder, "forward", forward.replacing(type(decoder).forward, forward.decoder_forward))
     _override(base, "_fastkv_config", config)
-    _override(base, "_fastkv_dtype", model.dtype)
+    _override(base, "_fastkv_dtype", base.dtype)
     _override(base, "_fastkv_num_layers", len(stock_layers(model)))
     _override(base, "_fastkv_head", modules.get_head(model))
     _override(base, "_fastkv_base_forward", base.forward)

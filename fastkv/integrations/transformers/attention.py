@@ -199,7 +199,10 @@ def fastkv_attention(
 
     if module.layer_idx != fastkv_layer.cache.layer:  # the keys are another layer's, and nothing is added to them
         check_call(module, query, key, {**kwargs, "s_aux": s_aux}, softcap)
-        return _handed_on(fastkv_layer.attend_shared(query, Attends(scale, softcap), alone), query), None
+        out = fastkv_layer.attend_shared(query, Attends(scale, softcap), alone)
+        if fastkv_layer.reader.differentiates:  # calibration takes what other layers read for constants
+            query = query.detach()
+        return _handed_on(out, query), None
     check_call(module, query, key, kwargs, softcap)
     q = modules.absorbed(module, query) if has_latents else query
     over_latents = has_latents and not fastkv_layer.begins

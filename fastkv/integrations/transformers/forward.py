@@ -175,7 +175,9 @@ SLIDING_ROLLBACK = Version("5.23")  # first transformers whose sliding-window la
 def announce_logits(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Pre-hook of the model: tell the block loop how many last rows lm_head will read, so that it keeps no more."""
     wanted = kwargs.get("logits_to_keep")
-    others = (kwargs.get(name) for name in ("output_hidden_states", "output_router_logits"))
+    known: Any = module.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+    names = "output_hidden_states", "output_router_logits"
+    others = (getattr(known, name, False) if kwargs.get(name) is None else kwargs[name] for name in names)
     if type(wanted) is int and wanted > 0 and kwargs.get("labels") is None and not any(others):
         kwargs["fastkv_rows"] = wanted
     return args, kwargs
@@ -186,7 +188,9 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
     stock = type(self)._prepare_cache_for_generation
     config, brought = self._fastkv_config, model_kwargs.get(CACHE)
     begins = brought is None or (isinstance(brought, FastKVCache) and not brought.started)
-    if begins and getattr(generation_config, "prefill_chunk_size", None) and generation_config.use_cache is not False:
+    chunk, mask = getattr(generation_config, "prefill_chunk_size", None), model_kwargs.get("attention_mask")
+    several = chunk and not (isinstance(mask, Tensor) and mask.shape[1] <= chunk)
+    if begins and several and generation_config.use_cache is not False:
         if config.budget.follows_prompt or config.deferred:
             raise FastKVError(
                 "prefill_chunk_size hands a prompt over in parts, of which the first would decide how much is kept; "

@@ -122,7 +122,12 @@ class Compression:
         exist by now.
         """
         if kind not in self.known:
-            self.known[kind] = self._rules(self._calibrated(kind))
+            made = self._rules(self._calibrated(kind))
+            for name, own in () if kind is None else self.rules().items():
+                if isinstance(kind, int):  # what was fitted is the server's: one copy of it, a layer's buffers
+                    fitted = {part: getattr(own.layer, part) for part in ("rotary", "queries", "weight")}
+                    made[name] = replace(made[name], layer=replace(made[name].layer, **fitted))
+            self.known[kind] = made
         return self.known[kind]
 
     def _calibrated(self, kind: Kind) -> Config:

@@ -57,7 +57,7 @@ def what_fits(vllm_config: Any, kv_cache_config: Any) -> str:
 class InBlocks:
     """Part of a scheduler that cuts steps by `tokens_now`.
 
-    Attributes: streams: names of requests that were refused and are still being sent.
+    Attributes: streams: names of requests that were refused and whose end is still to come.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -68,10 +68,6 @@ class InBlocks:
 
     def add_request(self, request: Any) -> None:
         """One that asks for what there is not ends with an error; a server has told it so before."""
-        if request.request_id in self.streams:
-            if not request.resumable:
-                self.streams.discard(request.request_id)
-            return
         super().add_request(request)  # type: ignore[misc]
         try:
             self._check(request)
@@ -79,8 +75,7 @@ class InBlocks:
         except ValueError as refusal:
             logger.warning("fastkv: request %s is refused: %s", request.request_id, refusal)
             self.grammar_compile_error_reqs.add(request.request_id)  # type: ignore[attr-defined]
-            if request.resumable:
-                self.streams.add(request.request_id)
+            (self.streams.add if request.resumable else self.streams.discard)(request.request_id)
             return
         params = request.sampling_params
         if request.prompt_token_ids is None and params and KEEP in (params.extra_args or {}):
@@ -96,7 +91,7 @@ class InBlocks:
 
     def _check(self, request: Any) -> None:
         """Raise ValueError for a request that cannot be read in blocks."""
-        if request.resumable:
+        if request.resumable or request.request_id in self.streams:  # of a stream that was refused its end, too
             raise ValueError("a compressed cache reads a prompt once, got one that goes on; send it whole")
         params, size = request.sampling_params, self.block or request.num_prompt_tokens
         on_cpu = self.vllm_config.device_config.device_type == "cpu"  # type: ignore[attr-defined]

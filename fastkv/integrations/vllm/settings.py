@@ -173,7 +173,7 @@ def _check_engine(vllm_config: Any, config: Config) -> None:
         ),
         "attention that looks ahead within images": (
             vllm_config.model_config.is_mm_prefix_lm,
-            "pages are read causally",
+            "pages are read causally, and --language-model-only serves text alone",
         ),
         "speculative decoding": (
             vllm_config.speculative_config is not None,
