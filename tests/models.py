@@ -21,12 +21,9 @@ SHAPE = {
 }  # fmt: skip
 COMMON = {**SHAPE, "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "initializer_range": 0.3}
 GEMMA = {
-    **COMMON,
-    "sliding_window": 16,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "query_pre_attn_scalar": 24,
-    "tie_word_embeddings": False,
-}
+    **COMMON, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "query_pre_attn_scalar": 24, "tie_word_embeddings": False,
+}  # fmt: skip
 MLA = {
     "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 24,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 4,

@@ -140,13 +140,11 @@ CACHES = "fastkv.integrations.transformers.cache.stock_layers"
 
 @pytest.mark.parametrize(
     "make, place, value, message",
-    [
-        (build, CACHES, lambda model: [OddLayer() for _ in range(4)], "keeps a OddLayer, expected layers of full"),
-        (lambda: tiny(SHARED[1]), f"{modules.__name__}.sources", lambda model: {}, "keys that they do not cache"),
-        (build, f"{modules.__name__}.INTERFACE", "ELSE", r"layers \[0, 1, 2, 3\] of LlamaForCausalLM do not attend"),
-    ],
+    [(build, CACHES, lambda model: [OddLayer() for _ in range(4)], "keeps a OddLayer, expected layers of full"),
+     (lambda: tiny(SHARED[1]), f"{modules.__name__}.sources", lambda model: {}, "keys that they do not cache"),
+     (build, f"{modules.__name__}.INTERFACE", "ELSE", r"layers \[0, 1, 2, 3\] of LlamaForCausalLM do not attend")],
     ids=["kinds of layers", "keys of nobody", "another interface"],
-)
+)  # fmt: skip
 def test_what_is_not_known(make, place, value, message, monkeypatch):
     monkeypatch.setattr(place, value)
     raises(message, fastkv.patch, make())

@@ -170,13 +170,8 @@ def test_a_prompt_whose_last_block_is_one_token(setting, block, side, static, tm
 def test_masks_that_are_not_numbers(policy):
     """Kernels want rows without gaps, and a part of a mask of booleans is no copy."""
     model, ids = distinct()
-    fastkv.patch(
-        model,
-        policy,
-        fastkv.Budget(tokens=20, sinks=2, recent=4),
-        backend="triton",
-        prefill_block=None if policy == "kvzip" else 16,
-    )
+    budget, block = fastkv.Budget(tokens=20, sinks=2, recent=4), None if policy == "kvzip" else 16
+    fastkv.patch(model, policy, budget, backend="triton", prefill_block=block)
     batch, mask = rows_of(ids, ODD, 33, "left")
     want, got = (model(batch, attention_mask=one).logits[:, -1] for one in (mask, mask.bool()))
     assert torch.equal(got, want)

@@ -16,8 +16,6 @@ B, HKV, G, D, C = 2, 2, 3, 32, 9
 HQ = HKV * G
 LENGTHS = torch.tensor([[9, 4], [1, 7]], dtype=torch.int32)
 COPIES = torch.tensor([[1, 3, 2, 5, 1, 4, 2, 1, 6], [2, 6, 1, 3, 4, 1, 5, 2, 1]])  # of slot i of each head
-
-
 random = partial(randn, dtype=torch.float32)
 
 

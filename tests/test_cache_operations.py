@@ -50,14 +50,11 @@ class Case:
 
 
 CASES = [
-    Case("streaming"),
-    Case("streaming", tokens=3, every=1, correction="moments"),
-    Case("knorm", every=4, correction="moments"),
-    Case("knorm", tokens=8, correction="mean"),
-    Case("knorm", heads="adaptive", correction="moments"),
-    Case("duoattention", every=2, correction="moments"),
+    Case("streaming"), Case("streaming", tokens=3, every=1, correction="moments"),
+    Case("knorm", every=4, correction="moments"), Case("knorm", tokens=8, correction="mean"),
+    Case("knorm", heads="adaptive", correction="moments"), Case("duoattention", every=2, correction="moments"),
     Case("remembering"),
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

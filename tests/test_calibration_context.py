@@ -183,22 +183,13 @@ def damaged(**changes):
 
 @pytest.mark.parametrize(
     "text, says",
-    [
-        (None, "there is no calibration file"),
-        ("{", "something else"),
-        ("\x00\x01", "something else"),
-        ("[]", "something else"),
-        ('{"version": 1, "format": "another"}', "something else"),
-        (damaged(version=fits.VERSION + 1), "update fastkv"),
-        (damaged(fingerprint="0123"), "another model"),
-        (damaged(curves={}), "damaged"),
-        (damaged(curves=[1]), "damaged"),
-        (damaged(model=None), "damaged"),
-        (damaged(entry={"alpha": True}), "damaged"),
-        (damaged(entry={"beta": float("inf")}), "damaged"),
-        (damaged(curves={"keydiff": {}}), "damaged"),
-    ],
-)
+    [(None, "there is no calibration file"), ("{", "something else"), ("\x00\x01", "something else"),
+     ("[]", "something else"), ('{"version": 1, "format": "another"}', "something else"),
+     (damaged(version=fits.VERSION + 1), "update fastkv"), (damaged(fingerprint="0123"), "another model"),
+     (damaged(curves={}), "damaged"), (damaged(curves=[1]), "damaged"), (damaged(model=None), "damaged"),
+     (damaged(entry={"alpha": True}), "damaged"), (damaged(entry={"beta": float("inf")}), "damaged"),
+     (damaged(curves={"keydiff": {}}), "damaged")],
+)  # fmt: skip
 def test_load_refuses_in_one_sentence(text, says, tmp_path):
     path = tmp_path / "context.json"
     if text is not None:

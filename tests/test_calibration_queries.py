@@ -56,16 +56,12 @@ def test_a_file_comes_back_bit_for_bit(tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        lambda known: {},
-        lambda known: {2: QueryStatistics(known.mean.double(), known.excess)},
-        lambda known: {2: QueryStatistics(known.mean[0], known.excess)},
-        lambda known: {2: QueryStatistics(known.mean[:1], known.excess)},
-        lambda known: {2: QueryStatistics(known.mean * torch.nan, known.excess)},
-        lambda known: {9: known},
-    ],
+    [lambda known: {}, lambda known: {2: QueryStatistics(known.mean.double(), known.excess)},
+     lambda known: {2: QueryStatistics(known.mean[0], known.excess)},
+     lambda known: {2: QueryStatistics(known.mean[:1], known.excess)},
+     lambda known: {2: QueryStatistics(known.mean * torch.nan, known.excess)}, lambda known: {9: known}],
     ids="empty double flat short nan no-such-layer".split(),
-)
+)  # fmt: skip
 def test_load_refuses_tensors_that_do_not_fit(tmp_path, change):
     path, fitted = tmp_path / "queries.safetensors", query_calibration(build())
     replace(fitted, layers=change(fitted.layers[2])).save(path)

@@ -84,15 +84,12 @@ MISTAKES = Path(__file__).with_name("mistakes.txt").read_text().splitlines()[1:]
 GIVEN = {
     "demo": ["--model", MODEL, "--picture", "out/demo.png"],
     "view": ["--model", MODEL, "--text", toy_text(), "--out", "out/view.html"],
-    "fidelity": ["--model", MODEL, "--text", toy_text(), "--out", "out"],
-    "inspect": ["--model", MODEL, "--out", "out"],
+    "fidelity": ["--model", MODEL, "--text", toy_text(), "--out", "out"], "inspect": ["--model", MODEL, "--out", "out"],
     "bench": ["--model", MODEL, "--out", "out"],
-}
+}  # fmt: skip
 FILES = {
-    "short.txt": "the dog slept .",
-    "few.txt": "A text of few words. " * 5,
-    "long.txt": "the old dog slept . " * 100,
-}
+    "short.txt": "the dog slept .", "few.txt": "A text of few words. " * 5, "long.txt": "the old dog slept . " * 100,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("line", MISTAKES)
@@ -195,15 +192,10 @@ def test_the_document_answers_the_questions_of_the_demo():
 
 @pytest.mark.parametrize(
     "answer, said, right",
-    [
-        ("the bat", 'They called it "The Bat".', True),
-        ("the bat", "They won the battle.", False),
-        ("$25,000", "It paid 25000 dollars.", True),
-        ("750", "It weighed 1750 pounds.", False),
-        ("42.6", "42.6 miles.", True),
-        ("42", "42.6 miles.", False),
-    ],
-)
+    [("the bat", 'They called it "The Bat".', True), ("the bat", "They won the battle.", False),
+     ("$25,000", "It paid 25000 dollars.", True), ("750", "It weighed 1750 pounds.", False),
+     ("42.6", "42.6 miles.", True), ("42", "42.6 miles.", False)],
+)  # fmt: skip
 def test_an_answer_of_the_demo_is_whole_words(answer, said, right):
     assert demo.Question("?", answer).answered_by(said) == right
 

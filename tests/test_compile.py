@@ -15,19 +15,11 @@ EVERY = 4
 TWO = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 CHANGES = {"gemma3": TWO, "falcon_h1": {"num_hidden_layers": 2}, "lfm2": {}, "gemma4_text:shared-keys": {}}
 KINDS = [
-    ("llama", "momentkv", {}),
-    ("llama", "h2o", {"correction": "mean"}),
-    ("qwen3", "snapkv", {"heads": "adaptive"}),
-    ("llama", "keydiff", {"correction": "vector+moments"}),
-    ("gemma3", "keydiff", {}),
-    ("llama", "fastkv", {}),
-    ("qwen3", "fastkv", {"heads": "adaptive"}),
-    ("deepseek_v3", "momentkv", {}),
-    ("llama", "momentkv", {"every": 1}),
-    ("falcon_h1", "momentkv", {}),
-    ("lfm2", "momentkv", {}),
-    ("gemma4_text:shared-keys", "momentkv", {}),
-]
+    ("llama", "momentkv", {}), ("llama", "h2o", {"correction": "mean"}), ("qwen3", "snapkv", {"heads": "adaptive"}),
+    ("llama", "keydiff", {"correction": "vector+moments"}), ("gemma3", "keydiff", {}), ("llama", "fastkv", {}),
+    ("qwen3", "fastkv", {"heads": "adaptive"}), ("deepseek_v3", "momentkv", {}), ("llama", "momentkv", {"every": 1}),
+    ("falcon_h1", "momentkv", {}), ("lfm2", "momentkv", {}), ("gemma4_text:shared-keys", "momentkv", {}),
+]  # fmt: skip
 
 
 def kinds(*often):

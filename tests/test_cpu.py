@@ -314,13 +314,9 @@ def leaving(batch, heads, num, dims, seed, share=0.9):
 @joins_compiled
 @CASES
 @given(
-    st.integers(1, 40),
-    st.integers(1, 20),
-    st.sampled_from([(8, 8), (24, 40), (64, 64), (128, 16)]),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-    st.sampled_from([0.0, 0.3, 1.1]),
-    st.integers(0, 999),
-)
+    st.integers(1, 40), st.integers(1, 20), st.sampled_from([(8, 8), (24, 40), (64, 64), (128, 16)]),
+    st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([0.0, 0.3, 1.1]), st.integers(0, 999),
+)  # fmt: skip
 def test_compiled_joins_are_those_of_the_reference(num, fresh, dims, dtype, share, seed):
     """What does not leave is not read: it is NaN."""
     mine = Centroids.empty(2, 3, num, *dims, dtype=dtype)
@@ -394,16 +390,12 @@ def window(mixed):
     q, keys, visible = torch.randn(3, 4, 5, 16), torch.randn(3, 2, 45, 16), torch.rand(3, 2, 5, 45) < 0.7
     real = torch.tensor([[True] * 5, [False] * 3 + [True] * 2, [True] * 5])
     mass = torch.randn(3, 4, 5)
-    return lambda rows: [
-        cpu.window_attention(
-            q[rows],
-            keys[rows],
-            SCALE,
-            visible=visible[rows],
-            query_valid=real[rows],
-            log_mass=mass[rows] if mixed else None,
-        )
-    ]
+
+    def run(rows):
+        given = {"visible": visible[rows], "query_valid": real[rows], "log_mass": mass[rows] if mixed else None}
+        return [cpu.window_attention(q[rows], keys[rows], SCALE, **given)]
+
+    return run
 
 
 def shares():

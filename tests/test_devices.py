@@ -22,11 +22,9 @@ from .pairwise import covering
 HALVES = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
 HALVES |= {f"model.layers.{layer}": "cpu" for layer in range(4)}
 CASES = {
-    "llama": ("momentkv", {}),
-    "qwen3": ("snapkv", {"prefill_block": 16}),
-    "gemma3": ("keydiff", {}),
+    "llama": ("momentkv", {}), "qwen3": ("snapkv", {"prefill_block": 16}), "gemma3": ("keydiff", {}),
     "mistral": ("criticalkv", {}),
-}
+}  # fmt: skip
 
 
 def patched(name, model=None):

@@ -38,20 +38,9 @@ def paths(text):
     return [re.sub("<.*?>", "*", path.rstrip(".")) for path in found]
 
 
-def targets(text):
-    """What `make` is asked for."""
-    return [word for part in code(text) for word in re.findall(r"\bmake ([a-z][a-z-]*)", part)]
-
-
-def modules(text):
-    """Modules of the repository that `python -m` runs."""
-    found = [name for part in code(text) for name in re.findall(r"python -m ([\w.]+)", part)]
-    return [name for name in found if name.partition(".")[0] in OURS]
-
-
-def commands(text):
-    """Subcommands of `fastkv`."""
-    return [word for part in code(text) for word in re.findall(r"^fastkv ([a-z]+)", part, re.M)]
+def commands(pattern, text):
+    """What commands ask for: the group of the pattern, in backticks."""
+    return {word for part in code(text) for word in re.findall(pattern, part, re.M)}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
@@ -62,11 +51,13 @@ def test_what_a_page_points_to_is_there(path):
     text = path.read_text()
     assert not [target for target in links(text) if not (path.parent / target).is_file()]
     assert not [name for name in paths(text) if not list(ROOT.glob(name.rstrip("/")))]
-    assert not set(targets(text)) - set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    places = [ROOT.joinpath(*name.split(".")) for name in modules(text)]
+    rules = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert not commands(r"\bmake ([a-z][a-z-]*)", text) - set(rules)
+    run = [name.split(".") for name in commands(r"python -m ([\w.]+)", text)]
+    places = [ROOT.joinpath(*names) for names in run if names[0] in OURS]
     assert not [place for place in places if not {place.with_suffix(".py"), place / "__main__.py"} & FILES]
     (actions,) = (action for action in build_parser()._actions if isinstance(action.choices, dict))
-    assert not set(commands(text)) - set(actions.choices)
+    assert not commands(r"^fastkv ([a-z]+)", text) - set(actions.choices)
     used = set(re.findall(r"(?<![\w/.[-])fastkv\.([A-Za-z_]\w*)", text))
     assert used <= {*fastkv.__all__, "lab", "pipeline"}
 

@@ -19,12 +19,10 @@ from .pairwise import covering
 OLD = Version(transformers.__version__) < Version("5.23")
 SMALL = fastkv.Budget(tokens=20, sinks=2, recent=4)
 STRATEGIES = {
-    "beams": {"num_beams": 3},
-    "beam sequences": {"num_beams": 3, "num_return_sequences": 2},
-    "stock chunks": {"prefill_chunk_size": 16},
-    "no cache": {"use_cache": False},
+    "beams": {"num_beams": 3}, "beam sequences": {"num_beams": 3, "num_return_sequences": 2},
+    "stock chunks": {"prefill_chunk_size": 16}, "no cache": {"use_cache": False},
     "sampling": {"do_sample": True, "num_return_sequences": 3, "top_k": 5},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("strategy, name", covering(STRATEGIES, ["llama", "gemma3"], together=1))

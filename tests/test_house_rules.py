@@ -18,30 +18,13 @@ PACKAGE = ROOT / "fastkv"
 FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
-
 # Rooms in the order of the flow: a module may import from rooms before its own, and from its own. Backends come before
-# the operators that choose among them by name (`fastkv.backend`).
-ROOMS = [
-    "errors",
-    "calibration",  # what files are like, and shares of heads, which are part of a budget
-    "backend",
-    "budget",
-    "rotary",
-    "reference",
-    "corrections",
-    "cpu",
-    "kernels",
-    "ops",
-    "policies",
-    "calibration.fits",
-    "config",
-    "cache",
-    "integrations",
-    "module",
-    "api",
-    "pipeline",
-    "lab",
-]
+# the operators that choose among them by name (`fastkv.backend`), and calibration (what files are like, and shares of
+# heads) before the budget that these shares are a part of.
+ROOMS = """
+errors calibration backend budget rotary reference corrections cpu kernels ops policies calibration.fits config cache
+integrations module api pipeline lab
+""".split()
 # Imports that would close a cycle at the top of a module, and why they may stand in a function.
 LATE = {("fastkv.policies.values", "fastkv.policies"): "the base of CriticalKV is a policy, by name"}
 

@@ -136,12 +136,9 @@ def test_levina_bickel_averages_inverses(k):
 
 
 @given(
-    seed=st.integers(0, 10**6),
-    num=st.integers(0, 30),
-    dim=st.integers(1, 5),
-    values=st.integers(1, 3),
+    seed=st.integers(0, 10**6), num=st.integers(0, 30), dim=st.integers(1, 5), values=st.integers(1, 3),
     dtype=st.sampled_from((torch.bfloat16, torch.float32, torch.float64)),
-)
+)  # fmt: skip
 def test_every_cloud_has_a_finite_dimension(seed, num, dim, values, dtype):
     """Grids with repeated points, down to a single point or none."""
     points = (torch.randint(0, values, (num, dim), generator=seeded(seed)) * 0.1).to(dtype)

@@ -45,11 +45,9 @@ def test_the_wheel_holds_what_a_user_needs(wheel):
         names = [name for name in file.namelist() if ".dist-info/" not in name]
     here = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fastkv").rglob("*.py")}
     data = {
-        "fastkv/py.typed",
-        "fastkv/lab/view.html",
-        "fastkv/lab/flight.txt",
+        "fastkv/py.typed", "fastkv/lab/view.html", "fastkv/lab/flight.txt",
         "fastkv/integrations/transformers/families.json",
-    }
+    }  # fmt: skip
     assert here | data <= set(names)
     assert any(name.startswith("fastkv/lab/tasks/") for name in names)
     assert all(name.startswith("fastkv/") for name in names)

@@ -52,12 +52,11 @@ def interrupted(model, where, call, *args, **options):
 PLACES = {
     "while the first layer reads the prompt": ("model.layers.0.self_attn", 1),
     "between two layers, in the prompt": ("model.layers.1.self_attn.q_proj", 1),
-    "in the second forward": ("model.layers.2.self_attn", 2),
-    "after the prompt, before the logits": ("model.norm", 1),
+    "in the second forward": ("model.layers.2.self_attn", 2), "after the prompt, before the logits": ("model.norm", 1),
     "between two layers, in decoding": ("model.layers.2.mlp", 8),
     "between two layers, when something is evicted": ("model.layers.1.self_attn", 4 + EVERY),
     "in the streamer": ("streamer", 6),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("place, mode", covering(PLACES, MODES, together=1))

@@ -125,15 +125,12 @@ def coded(case, slots):
     return case
 
 
+def wide_enough(name, slots, dtype):
+    return fits(slots, decode.SHAPES[name][3])
+
+
 @pytest.mark.parametrize(
-    "name, slots, dtype",
-    covering(
-        decode.SHAPES,
-        SLOTS,
-        decode.DTYPES,
-        where=lambda name, one, _: fits(one, decode.SHAPES[name][3]),
-        together=1,
-    ),
+    "name, slots, dtype", covering(decode.SHAPES, SLOTS, decode.DTYPES, where=wide_enough, together=1)
 )
 def test_decode_shapes(name, slots, dtype):
     batch, heads, groups, dim, room, lengths, gone = decode.SHAPES[name]
@@ -161,24 +158,15 @@ def test_no_program_alone_reads_a_wide_head_in_4_bits(monkeypatch, dim, parts):
 
 @settings(max_examples=examples(500), deadline=None)
 @given(
-    slots=st.sampled_from(["model", "model", *SLOTS]),
-    dtype=st.sampled_from(decode.DTYPES),
-    shape=st.sampled_from([(1, 1), (1, 2), (2, 1)]),
-    groups=st.integers(1, 16),
-    dim=st.sampled_from([16, 48, 64, 80, 128, 256]),
-    lengths=st.lists(st.integers(0, 39), min_size=1, max_size=4),
-    gone=st.lists(st.integers(0, 40), min_size=1, max_size=4),
-    parts=st.sampled_from([None, None, 1, 5, 18]),
-    without=st.none() | st.lists(st.integers(0, 24), min_size=1, max_size=4),
-    order=st.sampled_from([None, 0, 1]),
-    softcap=st.sampled_from([None, 2.0, 30.0]),
-    append=st.booleans(),
-    attention=st.booleans(),
-    spread=st.sampled_from([0.0, 1.0, 30.0]),
-    number=st.sampled_from([1, 2, 4]),
-    seed=st.integers(0, 1000),
+    slots=st.sampled_from(["model", "model", *SLOTS]), dtype=st.sampled_from(decode.DTYPES),
+    shape=st.sampled_from([(1, 1), (1, 2), (2, 1)]), groups=st.integers(1, 16),
+    dim=st.sampled_from([16, 48, 64, 80, 128, 256]), lengths=st.lists(st.integers(0, 39), min_size=1, max_size=4),
+    gone=st.lists(st.integers(0, 40), min_size=1, max_size=4), parts=st.sampled_from([None, None, 1, 5, 18]),
+    without=st.none() | st.lists(st.integers(0, 24), min_size=1, max_size=4), order=st.sampled_from([None, 0, 1]),
+    softcap=st.sampled_from([None, 2.0, 30.0]), append=st.booleans(), attention=st.booleans(),
+    spread=st.sampled_from([0.0, 1.0, 30.0]), number=st.sampled_from([1, 2, 4]), seed=st.integers(0, 1000),
     data=st.data(),
-)
+)  # fmt: skip
 def test_decode_property(
     slots, dtype, shape, groups, dim, lengths, gone, parts, without, order, softcap, append, attention, spread, number,
     seed, data,
@@ -236,19 +224,13 @@ def test_codes_are_read_where_compilers_manage(slots, width):
 
 @settings(max_examples=examples(300), deadline=None)
 @given(
-    slots=st.sampled_from(["model", "model", *SLOTS]),
-    shape=st.sampled_from([(1, 2), (2, 1), (2, 2)]),
+    slots=st.sampled_from(["model", "model", *SLOTS]), shape=st.sampled_from([(1, 2), (2, 1), (2, 2)]),
     lengths=st.lists(st.integers(0, 90), min_size=1, max_size=4),
-    gone=st.lists(st.integers(0, 9), min_size=1, max_size=4),
-    dtype=st.sampled_from(decode.DTYPES),
-    dim=st.sampled_from([16, 64, 80, 128, 256]),
-    scores=st.sampled_from(["normal", "ties", "equal"]),
-    drop=st.integers(0, 20),
-    sinks=st.integers(0, 8),
-    recent=st.integers(0, 50),
-    order=st.sampled_from([None, 0, 1]),
+    gone=st.lists(st.integers(0, 9), min_size=1, max_size=4), dtype=st.sampled_from(decode.DTYPES),
+    dim=st.sampled_from([16, 64, 80, 128, 256]), scores=st.sampled_from(["normal", "ties", "equal"]),
+    drop=st.integers(0, 20), sinks=st.integers(0, 8), recent=st.integers(0, 50), order=st.sampled_from([None, 0, 1]),
     seed=st.integers(0, 1000),
-)
+)  # fmt: skip
 @example(slots="int8", shape=(2, 2), lengths=[90], gone=[3], dtype=torch.bfloat16, dim=64, scores="normal", drop=16,
          sinks=2, recent=3, order=1, seed=0)  # fmt: skip
 def test_evict(slots, shape, lengths, gone, dtype, dim, scores, drop, sinks, recent, order, seed):

@@ -187,18 +187,12 @@ def test_moment_scores_shapes(name, dtype):
 
 @settings(max_examples=examples(200), deadline=None)
 @given(
-    batch=st.integers(1, 2),
-    heads=st.integers(1, 2),
-    dim=st.sampled_from([16, 48, 64, 80]),
-    slots=st.integers(1, 80),
+    batch=st.integers(1, 2), heads=st.integers(1, 2), dim=st.sampled_from([16, 48, 64, 80]), slots=st.integers(1, 80),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     lengths=st.lists(st.integers(0, 80), min_size=1, max_size=4),
-    evicted=st.lists(st.integers(0, 5), min_size=1, max_size=4),
-    attention=st.booleans(),
-    matrix=st.sampled_from([None, "cross", "slope"]),
-    means=st.booleans(),
-    seed=st.integers(0, 1000),
-)
+    evicted=st.lists(st.integers(0, 5), min_size=1, max_size=4), attention=st.booleans(),
+    matrix=st.sampled_from([None, "cross", "slope"]), means=st.booleans(), seed=st.integers(0, 1000),
+)  # fmt: skip
 def test_moment_scores_property(batch, heads, dim, slots, dtype, lengths, evicted, attention, matrix, means, seed):
     lengths = [min(length, slots) for length in lengths]
     case = Case.make(batch, heads, dim, slots, dtype, lengths, evicted, seed=seed)
@@ -211,12 +205,9 @@ def uniform(*shape, seed=0):
 
 @settings(max_examples=examples(60), deadline=None)
 @given(
-    slots=st.integers(1, 40),
-    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4),
-    seen=st.lists(st.integers(0, 90), min_size=2, max_size=2),
-    attention=st.booleans(),
-    spare=st.integers(1, 20),
-)
+    slots=st.integers(1, 40), lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    seen=st.lists(st.integers(0, 90), min_size=2, max_size=2), attention=st.booleans(), spare=st.integers(1, 20),
+)  # fmt: skip
 def test_slot_signals(slots, lengths, seen, attention, spare):
     """Bit for bit; what slots received is zero afterwards."""
     held = torch.tensor([min(lengths[i % len(lengths)], slots) for i in range(4)]).view(2, 2).int()

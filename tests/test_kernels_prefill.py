@@ -171,18 +171,11 @@ def test_centroids_whose_logits_are_ten_thousand_of_either_sign():
 
 @settings(max_examples=examples(200), deadline=None)
 @given(
-    groups=st.sampled_from([1, 2, 3, 4, 7, 8]),
-    slots=st.integers(0, 9),
-    num=st.integers(1, 7),
-    evicted=st.integers(0, 3),
-    order=st.sampled_from([1, 0, None]),
-    softcap=st.sampled_from([None, 3.0]),
-    dtype=st.sampled_from(list(ATOL)),
-    size=st.sampled_from([0.01, 1.0, 30.0]),
-    parts=st.sampled_from([None, None, 1, 2, 18]),
-    seed=st.integers(0, 10**6),
-    data=st.data(),
-)
+    groups=st.sampled_from([1, 2, 3, 4, 7, 8]), slots=st.integers(0, 9), num=st.integers(1, 7),
+    evicted=st.integers(0, 3), order=st.sampled_from([1, 0, None]), softcap=st.sampled_from([None, 3.0]),
+    dtype=st.sampled_from(list(ATOL)), size=st.sampled_from([0.01, 1.0, 30.0]),
+    parts=st.sampled_from([None, None, 1, 2, 18]), seed=st.integers(0, 10**6), data=st.data(),
+)  # fmt: skip
 def test_any_case(groups, slots, num, evicted, order, softcap, dtype, size, parts, seed, data):
     block, state = case(
         batch=1, groups=groups, dim=16, slots=slots, num=num, evicted=evicted, dtype=dtype, size=size, seed=seed,

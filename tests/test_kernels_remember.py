@@ -24,8 +24,6 @@ from .states import make_spec, make_state, randn, uninitialised_is_nan
 
 NAN = float("nan")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
 normal = partial(randn, dtype=torch.float32)
 
 
@@ -82,14 +80,10 @@ def test_an_eviction(dim, dtype):
 
 @settings(max_examples=examples(60), deadline=None)
 @given(
-    shape=st.sampled_from([(1, 1), (1, 2), (2, 1)]),
-    num=st.sampled_from([1, 4, 7, 15, 31, 40]),
-    before=st.integers(0, 90),
-    leave=st.lists(st.integers(0, 64), min_size=1, max_size=2),
-    dim=st.sampled_from([16, 48, 80]),
-    dtype=st.sampled_from(DTYPES),
-    seed=st.integers(0, 2**20),
-)
+    shape=st.sampled_from([(1, 1), (1, 2), (2, 1)]), num=st.sampled_from([1, 4, 7, 15, 31, 40]),
+    before=st.integers(0, 90), leave=st.lists(st.integers(0, 64), min_size=1, max_size=2),
+    dim=st.sampled_from([16, 48, 80]), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**20),
+)  # fmt: skip
 def test_any_eviction(shape, num, before, leave, dim, dtype, seed):
     """Empty heads, fewer tokens than centroids, rounds of one merge, one centroid."""
     tokens = candidates(*shape, 70, dim, leave, dtype, seed)

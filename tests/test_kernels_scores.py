@@ -7,17 +7,9 @@ from hypothesis import strategies as st
 
 from fastkv import ops, reference
 from fastkv.errors import FastKVError
-from fastkv.kernels import (
-    expected_attention,
-    key_scores,
-    leverage,
-    most_attended,
-    noncausal_mass,
-    pooling,
-    slot_signals,
-    window_scores,
-    z_scores,
-)
+from fastkv.kernels import expected_attention, key_scores, leverage, noncausal_mass, pooling, slot_signals, z_scores
+from fastkv.kernels.most_attended import most_attended
+from fastkv.kernels.window_scores import observed_attention
 from fastkv.reference import geometry
 from fastkv.rotary import Rotary
 
@@ -121,7 +113,7 @@ def window(batch=2, heads=1, groups=2, num=50, dim=64, dtype=torch.float32, kind
         log_mass[0, 0] = -float("inf")
     given = {"window": watched, "sink_logits": sink_logits}
     rest = positions, valid, scale, softcap
-    got, queried = window_scores.observed_attention(q, hide(keys, valid), *rest, **given, log_mass=log_mass)
+    got, queried = observed_attention(q, hide(keys, valid), *rest, **given, log_mass=log_mass)
 
     def specified(to):
         known = None if log_mass is None else log_mass.to(to)
@@ -194,7 +186,7 @@ def attended(batch=2, heads=2, groups=3, num=75, dim=64, dtype=torch.float32, ki
     q, keys = tokens(batch, heads * groups, 70, dim, dtype, seed), tokens(batch, heads, num, dim, dtype, seed + 1)
     lse = 4 + torch.randn(batch, heads * groups, 70, generator=torch.Generator().manual_seed(2))
     lse[-1, :, 60:] = torch.inf  # padding
-    got = most_attended.most_attended(q, keys, lse, 0.125, softcap)
+    got = most_attended(q, keys, lse, 0.125, softcap)
     tiny = 1e-6 if dtype == torch.float32 else dim * 2**-23  # tensor cores cut off what they add, 16 products at a time
     close(got, lambda to: reference.most_attended(q.to(to), keys.to(to), lse.to(to), 0.125, softcap), tiny)
 
@@ -257,13 +249,9 @@ def test_masks(kernel, kind):
 @pytest.mark.parametrize("kernel", OWN, ids=lambda kernel: kernel.__name__)
 @settings(max_examples=examples(200), deadline=None)
 @given(
-    groups=st.sampled_from([1, 2, 3, 7]),
-    num=st.integers(1, 20),
-    kind=st.sampled_from(MASKS),
-    dtype=st.sampled_from([torch.float32, torch.float16]),
-    seed=st.integers(0, 10**6),
-    data=st.data(),
-)
+    groups=st.sampled_from([1, 2, 3, 7]), num=st.integers(1, 20), kind=st.sampled_from(MASKS),
+    dtype=st.sampled_from([torch.float32, torch.float16]), seed=st.integers(0, 10**6), data=st.data(),
+)  # fmt: skip
 def test_any_case(kernel, groups, num, kind, dtype, seed, data):
     own = data.draw(st.fixed_dictionaries(OWN[kernel]))
     if kernel in OF_QUERIES:
@@ -336,7 +324,7 @@ def test_huge_logits(size):
 
 
 def test_window_splits_of_the_keys(monkeypatch):
-    monkeypatch.setattr(window_scores, "LEAST_KEYS", 64)
+    monkeypatch.setattr("fastkv.kernels.window_scores.LEAST_KEYS", 64)
     window(num=200)
 
 
@@ -427,15 +415,10 @@ def test_leverage_of_equal_and_nearly_equal_keys(centre):
 
 @pytest.mark.parametrize(
     "dim, size, method, dtype, centre",
-    [
-        (80, 64, "srht", torch.float16, False),
-        (128, 64, "srht", torch.float16, False),
-        (256, 100, "cholesky", torch.float16, False),
-        (512, 64, "srht", torch.float16, False),
-        (128, 100, "cholesky", torch.float32, True),
-        (256, 64, "cholesky", torch.float32, False),
-    ],
-)
+    [(80, 64, "srht", torch.float16, False), (128, 64, "srht", torch.float16, False),
+     (256, 100, "cholesky", torch.float16, False), (512, 64, "srht", torch.float16, False),
+     (128, 100, "cholesky", torch.float32, True), (256, 64, "cholesky", torch.float32, False)],
+)  # fmt: skip
 def test_leverage_of_wide_sketches(dim, size, method, dtype, centre):
     num, shift = 150 if dtype == torch.float16 else 70, 3.0 * centre
     lever(1, 2, num, dim, dtype, "none", size=size, method=method, centre=centre, shift=shift)
@@ -454,14 +437,10 @@ def test_leverage_survives_rank_deficiency(num, rank):
 
 @settings(max_examples=examples(200), deadline=None)
 @given(
-    num=st.integers(1, 40),
-    size=st.integers(1, 16),
-    kind=st.sampled_from(MASKS),
-    method=st.sampled_from(["cholesky", "srht"]),
-    centre=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.float16]),
-    seed=st.integers(0, 10**6),
-)
+    num=st.integers(1, 40), size=st.integers(1, 16), kind=st.sampled_from(MASKS),
+    method=st.sampled_from(["cholesky", "srht"]), centre=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float16]), seed=st.integers(0, 10**6),
+)  # fmt: skip
 def test_leverage_any_case(num, size, kind, method, centre, dtype, seed):
     keys, mask = tokens(1, 2, num, 16, dtype, seed), make_mask(kind, 1, 2, num, seed)
     sketch = geometry.sketch_matrix(16, size, kind="srht" if method == "srht" else "gaussian")
@@ -484,16 +463,8 @@ levers = leverage.sketched_leverage
         (r"use reference\.keydiff_scores", key_scores.keydiff_scores, {"anchor": "pairwise"}),
         ("metric must be one of", key_scores.manifold_scores, {"metric": "l7"}),
         ("at most 128 columns", levers, {"sketch": torch.ones(128, 256)}),
-        (
-            "at most 64 columns for torch.float32 of size 256",
-            leverage.sketched_leverage,
-            {"sketch": torch.ones(256, 65)},
-        ),
-        (
-            "at most 64 columns for torch.float16 of size 512",
-            leverage.sketched_leverage,
-            {"sketch": torch.ones(512, 65)},
-        ),
+        ("at most 64 columns for torch.float32 of size 256", levers, {"sketch": torch.ones(256, 65)}),
+        ("at most 64 columns for torch.float16 of size 512", levers, {"sketch": torch.ones(512, 65)}),
     ],
 )
 def test_what_is_refused(match, kernel, given):

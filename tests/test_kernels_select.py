@@ -212,16 +212,10 @@ def test_plan_over_several_tiles(monkeypatch):
 @settings(max_examples=examples(240), deadline=None)
 @given(
     slots=st.sampled_from(["model", "model", "int8", "fp8", "int4", "k8v4"]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    dim=st.sampled_from([32, 64, 128]),
-    used=st.integers(0, 12),
-    spare=st.integers(0, 4),
-    num=st.integers(0, 8),
-    tokens=st.integers(1, 16),
-    order=st.sampled_from([1, 0, None]),
-    paged=st.booleans(),
-    seed=st.integers(0, 10**6),
-)
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]), dim=st.sampled_from([32, 64, 128]), used=st.integers(0, 12),
+    spare=st.integers(0, 4), num=st.integers(0, 8), tokens=st.integers(1, 16), order=st.sampled_from([1, 0, None]),
+    paged=st.booleans(), seed=st.integers(0, 10**6),
+)  # fmt: skip
 def test_compact_any_case(slots, dtype, dim, used, spare, num, tokens, order, paged, seed):
     num += not used + num
     room = max(used + spare, 1)

@@ -332,18 +332,15 @@ def test_accelerate_launch_equals_one_process(tasks, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        (["--policies", "nonsense"], "unknown policy 'nonsense'"),
-        (["--budgets", "half"], "budget must be a number of tokens"),
-        (["--budgets", "8"], "smaller than sinks"),
-        (["--budgets", "64"], "leaves 30 tokens per KV head"),
-        (["--policies", "kvzip", "--prefill-block", "64"], "whole context"),
-        (["--mode", "stream"], "mode stream needs prefill_block"),
-        (["--model", str(MODEL_DIR.parent)], "cannot load a model from"),
-        (["--device", "nope"], "eval: there is no device 'nope' here"),
-    ],
+    [(["--policies", "nonsense"], "unknown policy 'nonsense'"),
+     (["--budgets", "half"], "budget must be a number of tokens"), (["--budgets", "8"], "smaller than sinks"),
+     (["--budgets", "64"], "leaves 30 tokens per KV head"),
+     (["--policies", "kvzip", "--prefill-block", "64"], "whole context"),
+     (["--mode", "stream"], "mode stream needs prefill_block"),
+     (["--model", str(MODEL_DIR.parent)], "cannot load a model from"),
+     (["--device", "nope"], "eval: there is no device 'nope' here")],
     ids=["policy", "budget", "small", "moments", "combination", "stream", "model", "device"],
-)
+)  # fmt: skip
 def test_command_refuses_before_it_evaluates(tasks, tmp_path, change, message):
     raises(message, evaluated, "--tasks", tasks, "--out", str(tmp_path / "out"), *change)
     assert not list((tmp_path / "out").glob("*.json"))

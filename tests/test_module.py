@@ -62,15 +62,13 @@ def one_layer(name, directory):
 
 
 KINDS = {
-    "uniform": lambda: fresh(),
-    "attention and memory": lambda: fresh("h2o"),
-    "moments": lambda: fresh("momentkv"),
+    "uniform": lambda: fresh(), "attention and memory": lambda: fresh("h2o"), "moments": lambda: fresh("momentkv"),
     "adaptive heads": lambda: fresh("snapkv", small(heads="adaptive")),
     "no values": lambda: fresh("keydiff", correction="vector", rotary=rotary(), vector=mapping()),
     "share of the prompt": lambda: fresh("keydiff", small(tokens=None, keep=0.5)),
     "bytes": lambda: fresh("keydiff", small(tokens=None, bytes=8000)),
     "blocks": lambda: fresh("keydiff", prefill_block=16),
-}
+}  # fmt: skip
 each_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 
 
@@ -299,12 +297,10 @@ DAILY = {"adaptive heads", "no values"}
 
 @pytest.mark.parametrize(
     "name, backend, first",
-    [
-        ("moments", "inductor", 50),
-        *(named(name, "aot_eager", 50, slow=name not in DAILY) for name in (*KINDS, *COMPILED)),
-        named("adaptive heads", "aot_eager", 1, slow=True),
-    ],
-)
+    [("moments", "inductor", 50),
+     *(named(name, "aot_eager", 50, slow=name not in DAILY) for name in (*KINDS, *COMPILED)),
+     named("adaptive heads", "aot_eager", 1, slow=True)],
+)  # fmt: skip
 def test_compiled_decode(name, backend, first):
     """One graph, and one for steps that evict, in their turn also while slots are free; one more where the host counts
     the length (VECTOR).

@@ -74,18 +74,13 @@ def test_it_compares_keeps_and_resumes(question, tmp_path, monkeypatch, toy_need
 
 @pytest.mark.parametrize(
     "arguments,message",
-    [
-        (["--lengths", "50"], "needs at least"),
-        (["--lengths", "9000"], "at most 8192 tokens for .*model, got 9000"),
-        (["--depths", "1.5"], "from 0 to 1, got 1.5"),
-        (["--policies", "nonsense"], "unknown policy 'nonsense'"),
-        (["--budgets", "8"], "smaller than sinks"),
-        (["--model", str(MODEL_DIR.parent)], "cannot load a model"),
-        (["--lengths", "600", "--budgets", "64", "--policies", "momentkv"], "leaves 30 tokens"),
-        (["--lengths", "600", "--correction", "some"], "correction must be one of"),
-    ],
+    [(["--lengths", "50"], "needs at least"), (["--lengths", "9000"], "at most 8192 tokens for .*model, got 9000"),
+     (["--depths", "1.5"], "from 0 to 1, got 1.5"), (["--policies", "nonsense"], "unknown policy 'nonsense'"),
+     (["--budgets", "8"], "smaller than sinks"), (["--model", str(MODEL_DIR.parent)], "cannot load a model"),
+     (["--lengths", "600", "--budgets", "64", "--policies", "momentkv"], "leaves 30 tokens"),
+     (["--lengths", "600", "--correction", "some"], "correction must be one of")],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
+)  # fmt: skip
 def test_refusals_come_before_anything_slow(arguments, message, tmp_path, monkeypatch):
     monkeypatch.setattr(needles, "grid", None)
     raises(message, asked, *QUICK, "--out", tmp_path, *arguments)

@@ -69,12 +69,10 @@ SOME = [[0.9, 0.1], [0.2, 0.3], [0.8, 0.9], [0.4, 0.6]]  # heads whose values ar
 
 @pytest.mark.parametrize(
     "name, correction, heads",
-    [
-        *covering(fastkv.policies.names(), ["auto"], HEADS, together=1, where=can_have),
-        *covering(["keydiff"], CORRECTIONS, HEADS, together=1),
-        *(("keydiff", correction, "uniform") for correction in ("vector", "vector+moments")),
-    ],
-)
+    [*covering(fastkv.policies.names(), ["auto"], HEADS, together=1, where=can_have),
+     *covering(["keydiff"], CORRECTIONS, HEADS, together=1),
+     *(("keydiff", correction, "uniform") for correction in ("vector", "vector+moments"))],
+)  # fmt: skip
 def test_a_step_neither_waits_nor_copies(name, correction, heads, tmp_path):
     model, chosen = build(), policy(name, tmp_path)
     vector = {"vector": 1.0, "vector+moments": SOME}.get(correction)

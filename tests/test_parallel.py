@@ -57,23 +57,16 @@ def test_two_processes_equal_one(name, tmp_path):
     adaptive = {**small, "heads": "adaptive"}
     vector = {"correction": "vector", "vector": str(tmp_path / "map.safetensors")}
     cases = [
-        ("momentkv", {}, small, {}),
-        ("keydiff", {}, adaptive, {}),
-        ("snapkv", {}, adaptive, {"prefill_block": 16}),
-        ("tova", {}, small, {}),
-        ("criticalkv", {}, adaptive, {}),
-        ("compactor", {}, adaptive, {}),
-        ("duoattention", {"pattern": str(tmp_path / "pattern.tsv")}, small, {}),
-        ("keydiff", {}, small, vector),
+        ("momentkv", {}, small, {}), ("keydiff", {}, adaptive, {}), ("snapkv", {}, adaptive, {"prefill_block": 16}),
+        ("tova", {}, small, {}), ("criticalkv", {}, adaptive, {}), ("compactor", {}, adaptive, {}),
+        ("duoattention", {"pattern": str(tmp_path / "pattern.tsv")}, small, {}), ("keydiff", {}, small, vector),
         ("fastkv", {}, small, {"prefill_block": 16}),
-        ("keydiff", {}, {**small, "heads": str(tmp_path / "heads.safetensors")}, {}),
-        ("fastkv", {}, adaptive, {}),
-        ("fastkv", {}, small, {"prefill_block": 16, "slots": "int8"}),
-        ("snapkv", {}, adaptive, {"slots": "fp8"}),
+        ("keydiff", {}, {**small, "heads": str(tmp_path / "heads.safetensors")}, {}), ("fastkv", {}, adaptive, {}),
+        ("fastkv", {}, small, {"prefill_block": 16, "slots": "int8"}), ("snapkv", {}, adaptive, {"slots": "fp8"}),
         ("duoattention", {"pattern": str(tmp_path / "pattern.tsv")}, small, {"correction": "centroids"}),
         ("expected-attention", {}, adaptive, {}),
         ("triattention", {"calibration": str(tmp_path / "queries.safetensors")}, adaptive, {}),
-    ]
+    ]  # fmt: skip
     ranks = [
         begin(WORKER, tmp_path / str(rank), str(tmp_path), json.dumps(cases), env=environment(rank))
         for rank in range(2)

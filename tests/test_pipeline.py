@@ -97,23 +97,19 @@ def test_a_chat_template_holds_context_and_question(parts):
 
 @pytest.mark.parametrize(
     "given, message",
-    [
-        ({}, "got nothing"),
-        ({"context": "a"}, "got a context"),
-        ({"inputs": "a", "question": "b"}, "got a prompt and question"),
-        ({"inputs": "a", "context": "a", "question": "b"}, "got a prompt and a context and question"),
-        ({"context": "a", "questions": []}, "at least one"),
-        ({"context": "a", "questions": "b"}, "at least one"),
-        ({"context": "a", "questions": ["b", None]}, "at least one text"),
-        ({"context": "a", "question": ["b"]}, "at least one text"),
-        ({"inputs": "a", "max_new_tokens": "a"}, "max_new_tokens must be an integer of at least 1, got 'a'"),
-        ({"inputs": "a", "temperature": 0.5}, "the arguments of fastkv.patch, got 'temperature'"),
-        ({"inputs": ["a", "b"], "batch_size": 2}, "one text at a time, got a batch_size"),
-        ({"context": "a", "question": "b", "policy": "nope"}, "unknown policy"),
-        ({"context": "a", "question": "b", "budget": 8}, "smaller than sinks"),
-    ],
+    [({}, "got nothing"), ({"context": "a"}, "got a context"),
+     ({"inputs": "a", "question": "b"}, "got a prompt and question"),
+     ({"inputs": "a", "context": "a", "question": "b"}, "got a prompt and a context and question"),
+     ({"context": "a", "questions": []}, "at least one"), ({"context": "a", "questions": "b"}, "at least one"),
+     ({"context": "a", "questions": ["b", None]}, "at least one text"),
+     ({"context": "a", "question": ["b"]}, "at least one text"),
+     ({"inputs": "a", "max_new_tokens": "a"}, "max_new_tokens must be an integer of at least 1, got 'a'"),
+     ({"inputs": "a", "temperature": 0.5}, "the arguments of fastkv.patch, got 'temperature'"),
+     ({"inputs": ["a", "b"], "batch_size": 2}, "one text at a time, got a batch_size"),
+     ({"context": "a", "question": "b", "policy": "nope"}, "unknown policy"),
+     ({"context": "a", "question": "b", "budget": 8}, "smaller than sinks")],
     ids=str,
-)
+)  # fmt: skip
 def test_refusals(parts, given, message):
     raises(message, made(parts), **given)
     assert "_fastkv_config" not in vars(parts[0])

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastkv import ops
 from fastkv.policies import H2O, TOVA, CriticalKV, DuoAttention, KVzip, MomentKV, PyramidKV, SnapKV
 from fastkv.reference import Moments, most_attended, output_norms
 from fastkv.reference import attention as kvzip
@@ -19,22 +18,15 @@ from fastkv.reference import scores as output
 
 from .models import raises
 from .states import changed, make_signals, randn
-from .test_policies_geometry import scored
+from .test_policies_geometry import kept, scored
 
 F64 = torch.float64
 B, HEADS, GROUP, DIM, HIDDEN, SCALE = 2, 2, 3, 4, 5, 0.4
 POLICIES = {
-    "tova": TOVA(),
-    "h2o": H2O(),
-    "pyramidkv": PyramidKV(),
-    "kvzip": KVzip(),
-    "duoattention": DuoAttention(),
-    "criticalkv": CriticalKV(),
-    "criticalkv on h2o": CriticalKV(base=H2O()),
-    "momentkv": MomentKV(),
-    "momentkv uninformed": MomentKV(informed=False),
-    "momentkv order 0": MomentKV(residual_order=0),
-}
+    "tova": TOVA(), "h2o": H2O(), "pyramidkv": PyramidKV(), "kvzip": KVzip(), "duoattention": DuoAttention(),
+    "criticalkv": CriticalKV(), "criticalkv on h2o": CriticalKV(base=H2O()), "momentkv": MomentKV(),
+    "momentkv uninformed": MomentKV(informed=False), "momentkv order 0": MomentKV(residual_order=0),
+}  # fmt: skip
 every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=list(POLICIES))
 
 
@@ -65,16 +57,6 @@ def row_of(signals, row):
     alone = slice(row, row + 1)
     moments = Moments(*(part[alone] for part in signals.moments.tensors()))
     return replace(mapped(signals, lambda part: part[alone]), moments=moments, queried=signals.queried[alone])
-
-
-def kept(scores, signals, tokens=6, guard=None):
-    """Positions that stay, a sorted list per (sequence, head)."""
-    guard = torch.zeros_like(signals.valid) if guard is None else guard
-    mask = ops.select(scores, signals.positions, signals.valid, guard, tokens).kept
-    return [
-        [sorted(signals.positions[row, head][mask[row, head]].tolist()) for head in range(mask.shape[1])]
-        for row in range(mask.shape[0])
-    ]
 
 
 def by_position(signals, row, head, values):
@@ -167,7 +149,8 @@ def test_tova_is_the_mean_over_the_heads_that_hold_a_token(unequal):
         return {place: sum(found) / len(found) for place, found in held.items()}
 
     agree(signals, scores, expected)
-    assert unequal or all(heads == [heads[0]] * HEADS for heads in kept(scores, signals))
+    found = kept(scores, signals)
+    assert unequal or found[::HEADS] == found[1::HEADS]
 
 
 @pytest.mark.parametrize("blocks", [[17], [5, 1, 8, 3], [1] * 17], ids=["whole", "blocks", "tokens"])
@@ -267,7 +250,7 @@ def test_criticalkv_top_k_does_both_stages(first, num, tokens, seed):
     signals.valid[1, 0, : num // 3] = False
     policy, base = CriticalKV(first=first), SnapKV().score(signals)
     scores, norms = policy.score(signals), output_norms(signals.values, signals.layer.output)
-    expected = [[[] for _ in range(HEADS)] for _ in range(B)]
+    expected = []
     for row in range(B):
         for head in range(HEADS):
             real = by_position(signals, row, head, base)
@@ -276,7 +259,7 @@ def test_criticalkv_top_k_does_both_stages(first, num, tokens, seed):
             least = min(real.values(), default=0.0)
             second = {p: (real[p] - least + 1e-4) * effect[p] for p in real if p not in won}
             rest = sorted(second, key=lambda position: (-second[position], position))[: tokens - len(won)]
-            expected[row][head] = sorted(won + rest)
+            expected.append(sorted(won + rest))
             got = by_position(signals, row, head, scores)
             assert all(got[p] >= 2 for p in won) and all(0 <= got[p] <= 1 for p in second)
     assert kept(scores, signals, tokens) == expected
@@ -294,17 +277,14 @@ def pattern(tmp_path):
 
 @pytest.mark.parametrize(
     "text,match",
-    [
-        (None, "needs the pattern file of the model, got none; download"),
-        ("missing", "readable file of numbers separated by tabs, got .*nowhere.tsv .*No such file"),
-        ("0.1\t0.9\n0.5\tmany\n", "readable file of numbers separated by tabs, got .*'many'"),
-        ("0.1\t0.9\n0.5\tnan\n", "must hold finite numbers, got others"),
-        ("\n", "must hold finite numbers, got none"),
-        ("0.1\t0.9\n", "2 lines of 2 for this model, got 1 of 2 in .*use the file made for this model"),
-        ("0.1\t0.9\n0.5\t0.5\t0.5\n", "2 lines of 2 for this model, got 2 of 2 or 3"),
-    ],
+    [(None, "needs the pattern file of the model, got none; download"),
+     ("missing", "readable file of numbers separated by tabs, got .*nowhere.tsv .*No such file"),
+     ("0.1\t0.9\n0.5\tmany\n", "readable file of numbers separated by tabs, got .*'many'"),
+     ("0.1\t0.9\n0.5\tnan\n", "must hold finite numbers, got others"), ("\n", "must hold finite numbers, got none"),
+     ("0.1\t0.9\n", "2 lines of 2 for this model, got 1 of 2 in .*use the file made for this model"),
+     ("0.1\t0.9\n0.5\t0.5\t0.5\n", "2 lines of 2 for this model, got 2 of 2 or 3")],
     ids=["none", "missing", "garbled", "nan", "empty", "lines", "columns"],
-)
+)  # fmt: skip
 def test_duoattention_says_what_is_wrong_with_a_pattern(pattern, tmp_path, text, match):
     path = "" if text is None else tmp_path / "nowhere.tsv" if text == "missing" else pattern(text)
     raises(match, DuoAttention(pattern=path).check, [2, 2])

@@ -32,30 +32,21 @@ PLAIN = Rotary(torch.zeros(DIM // 2))  # turns nothing
 NAN = float("nan")
 
 POLICIES = {
-    "knorm": KNorm(),
-    "manifold": Manifold(),
-    "manifold-l1": Manifold(metric="l1"),
-    "manifold-linf": Manifold(metric="linf"),
-    "manifold-cosine": Manifold(metric="cosine"),
-    "manifold-windowed": WindowedManifold(window=4),
-    "manifold-windowed-paper": WindowedManifold(),
-    "leverage": Leverage(sketch=4),
-    "leverage-seed": Leverage(sketch=4, seed=7),
-    "leverage-srht": Leverage(sketch=4, method="srht"),
-    "leverage-qr": Leverage(sketch=3, method="qr"),
-    "leverage-svd": Leverage(sketch=None, method="svd"),
-    "leverage-eig": Leverage(sketch=5, method="eig"),
-    "leverage-exact": Leverage(method="exact"),
-    "leverage-centred": Leverage(sketch=4, centred=True),
-    "noncausal": NonCausal(chunk=4, pool=3),
-    "noncausal-unpooled": NonCausal(chunk=5, pool=1),
+    "knorm": KNorm(), "manifold": Manifold(), "manifold-l1": Manifold(metric="l1"),
+    "manifold-linf": Manifold(metric="linf"), "manifold-cosine": Manifold(metric="cosine"),
+    "manifold-windowed": WindowedManifold(window=4), "manifold-windowed-paper": WindowedManifold(),
+    "leverage": Leverage(sketch=4), "leverage-seed": Leverage(sketch=4, seed=7),
+    "leverage-srht": Leverage(sketch=4, method="srht"), "leverage-qr": Leverage(sketch=3, method="qr"),
+    "leverage-svd": Leverage(sketch=None, method="svd"), "leverage-eig": Leverage(sketch=5, method="eig"),
+    "leverage-exact": Leverage(method="exact"), "leverage-centred": Leverage(sketch=4, centred=True),
+    "noncausal": NonCausal(chunk=4, pool=3), "noncausal-unpooled": NonCausal(chunk=5, pool=1),
     "noncausal-scaled": NonCausal(chunk=5, pool=5, scaled=True),
     "noncausal-pooled-alone": NonCausal(chunk=5, pool=3, values_first=False),
     "compactor": Compactor(chunk=4, pool=3, sketch=4),
     "compactor-seed": Compactor(chunk=4, pool=3, sketch=4, method="qr", seed=5),
     "compactor-centred": Compactor(chunk=6, pool=3, sketch=4, scaled=True, values_first=False, centred=True),
     "compactor-paper": Compactor(),
-}
+}  # fmt: skip
 each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 both_times = pytest.mark.parametrize("decoding", [False, True], ids=["prompt", "decode"])
 
@@ -99,20 +90,20 @@ def scored(policy, signals):
     return policy.score(signals)
 
 
-def kept(scores, signals, tokens):
-    """Positions that `ops.select` keeps, as one set per (row, head)."""
+def kept(scores, signals, tokens=6):
+    """Positions that `ops.select` keeps, as one sorted list per (row, head)."""
     chosen = ops.select(scores, signals.positions, signals.valid, torch.zeros_like(signals.valid), tokens).kept
     rows = zip(chosen.flatten(0, 1), signals.positions.flatten(0, 1))
-    return [set(positions[keep].tolist()) for keep, positions in rows]
+    return [sorted(positions[keep].tolist()) for keep, positions in rows]
 
 
 def brute_kept(scores, signals, tokens):
     """The same by sorting: larger score first, then lower position."""
-    sets = []
+    lists = []
     for row, positions, valid in zip(*(x.flatten(0, 1).tolist() for x in (scores, signals.positions, signals.valid))):
         order = sorted((-score, position) for score, position, real in zip(row, positions, valid) if real)
-        sets.append({position for _, position in order[:tokens]})
-    return sets
+        lists.append(sorted(position for _, position in order[:tokens]))
+    return lists
 
 
 def brute_head(policy, signals, b, h, index):

@@ -22,18 +22,12 @@ from .test_policies_geometry import DIM, F64, FREQUENCIES, NAN, both_times, brut
 
 HEADS, GROUP, TOKENS = 2, 2, 12
 POLICIES = {
-    "lagkv": LagKV(),
-    "lagkv of 5": LagKV(lag=5),
-    "rkv": RKV(),
-    "rkv strict": RKV(pool=3, weight=0.6, threshold=0.2),
+    "lagkv": LagKV(), "lagkv of 5": LagKV(lag=5), "rkv": RKV(), "rkv strict": RKV(pool=3, weight=0.6, threshold=0.2),
     "expected-attention": ExpectedAttention(horizon=20),
-    "expected-attention soon": ExpectedAttention(horizon=3, sinks=0, epsilon=0.0),
-    "fastkv": FastKV(horizon=20),
-    "fastkv soon": FastKV(horizon=3),
-    "fastkv-reread": FastKVReread(horizon=20),
-    "triattention": TriAttention(),
+    "expected-attention soon": ExpectedAttention(horizon=3, sinks=0, epsilon=0.0), "fastkv": FastKV(horizon=20),
+    "fastkv soon": FastKV(horizon=3), "fastkv-reread": FastKVReread(horizon=20), "triattention": TriAttention(),
     "triattention near": TriAttention(horizon=40),
-}
+}  # fmt: skip
 each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
 

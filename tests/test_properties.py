@@ -155,13 +155,9 @@ def test_select_keeps_the_best(batch, heads, seed, num, tokens):
 @pytest.mark.parametrize("kind", ["uniform", "fixed", "adaptive"])
 @CASES
 @given(
-    **SIZES,
-    sinks=st.integers(0, 2),
-    recent=st.integers(0, 2),
-    more=st.integers(0, 5),
-    share=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
-    places=st.integers(1, 16),
-)
+    **SIZES, sinks=st.integers(0, 2), recent=st.integers(0, 2), more=st.integers(0, 5),
+    share=st.sampled_from([0.0, 0.0, 0.3, 1.0]), places=st.integers(1, 16),
+)  # fmt: skip
 @example(batch=1, heads=1, seed=1, sinks=0, recent=0, more=2, share=0.3, places=16)  # a share of a token
 def test_a_layer_keeps_the_best(kind, batch, heads, seed, sinks, recent, more, share, places):
     """Protection, per-head budgets and the competition of heads, for slots of which any may be empty."""
@@ -272,12 +268,9 @@ def test_compact_conserves_every_token(batch, heads, seed, slots, new, order):
 
 @CASES
 @given(
-    seed=SEEDS,
-    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6),
-    order=ORDERS,
-    dtype=st.sampled_from([torch.float32, F64]),
-    offset=st.sampled_from([0.0, 50.0]),
-)
+    seed=SEEDS, sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6), order=ORDERS,
+    dtype=st.sampled_from([torch.float32, F64]), offset=st.sampled_from([0.0, 50.0]),
+)  # fmt: skip
 def test_merging_is_counting_together(seed, sizes, order, dtype, offset):
     """Any tree of merges of sets of any sizes, in two heads, one of which gets every second token only."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -383,14 +376,10 @@ def test_a_block_is_softmax_over_its_past(batch, heads, seed, groups, num, order
 
 @CASES
 @given(
-    average=st.integers(1, 300),
-    num_layers=st.integers(1, 12),
-    sinks=st.integers(0, 5),
-    recent=st.integers(0, 40),
-    kind=st.sampled_from(["uniform", "pyramid", "weights"]),
-    share=st.one_of(st.none(), st.floats(0.01, 1.0)),
+    average=st.integers(1, 300), num_layers=st.integers(1, 12), sinks=st.integers(0, 5), recent=st.integers(0, 40),
+    kind=st.sampled_from(["uniform", "pyramid", "weights"]), share=st.one_of(st.none(), st.floats(0.01, 1.0)),
     seed=SEEDS,
-)
+)  # fmt: skip
 def test_layers_share_the_budget_exactly(average, num_layers, sinks, recent, kind, share, seed):
     """The sum is exact, each layer is within one token of its share and never below what is protected."""
     weights = [random.Random(seed).uniform(0.3, 2.0) for _ in range(num_layers)]
@@ -423,17 +412,12 @@ def test_layers_share_the_budget_exactly(average, num_layers, sinks, recent, kin
 
 @CASES
 @given(
-    total=st.integers(2_000, 400_000),
-    num_layers=st.integers(1, 5),
-    heads=st.integers(1, 4),
-    dim=st.sampled_from([8, 16]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    name=st.sampled_from(["streaming", "h2o", "momentkv", "fastkv"]),
-    sharing=st.sampled_from(["uniform", "adaptive"]),
-    layers=st.sampled_from(["uniform", "pyramid", (1.0, 2.0, 1.0, 3.0, 1.0)]),
-    every=st.integers(1, 9),
+    total=st.integers(2_000, 400_000), num_layers=st.integers(1, 5), heads=st.integers(1, 4),
+    dim=st.sampled_from([8, 16]), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    name=st.sampled_from(["streaming", "h2o", "momentkv", "fastkv"]), sharing=st.sampled_from(["uniform", "adaptive"]),
+    layers=st.sampled_from(["uniform", "pyramid", (1.0, 2.0, 1.0, 3.0, 1.0)]), every=st.integers(1, 9),
     slope=st.booleans(),
-)
+)  # fmt: skip
 def test_bytes_are_never_exceeded(total, num_layers, heads, dim, dtype, name, sharing, layers, every, slope):
     """Of states as they are allocated, with all that a policy makes them hold; one token more would not fit, of layers
     that share unequally up to a centroid."""

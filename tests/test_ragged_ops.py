@@ -64,12 +64,9 @@ def token(batch):
 @settings(max_examples=examples(80))
 @given(
     owned=st.lists(st.lists(st.integers(1, 12), min_size=HEADS, max_size=HEADS), min_size=1, max_size=2),
-    order=st.sampled_from([None, 0, 1]),
-    softcap=st.sampled_from([None, 2.0]),
-    parts=st.sampled_from([1, 4]),
-    seed=st.integers(0, 2**31),
-    data=st.data(),
-)
+    order=st.sampled_from([None, 0, 1]), softcap=st.sampled_from([None, 2.0]), parts=st.sampled_from([1, 4]),
+    seed=st.integers(0, 2**31), data=st.data(),
+)  # fmt: skip
 def test_decoding_equals_that_on_equal_slots(backend, step, keyless, owned, order, softcap, parts, seed, data):
     """Results bit for bit, or, of kernels that deal several programs to heads, but for the order of sums; every slot of
     the slab that is not the new token's is as before, whoever owns it."""
@@ -146,14 +143,9 @@ def test_a_full_head_stores_nothing(backend):
 @settings(max_examples=examples(120))
 @given(
     owned=st.lists(st.lists(st.integers(1, 30), min_size=HEADS, max_size=HEADS), min_size=1, max_size=2),
-    slab=st.booleans(),
-    drop=st.integers(0, 20),
-    wide=st.integers(0, 9),
-    sinks=st.integers(0, 3),
-    recent=st.integers(0, 6),
-    order=st.sampled_from([None, 0, 1]),
-    seed=st.integers(0, 2**31),
-)
+    slab=st.booleans(), drop=st.integers(0, 20), wide=st.integers(0, 9), sinks=st.integers(0, 3),
+    recent=st.integers(0, 6), order=st.sampled_from([None, 0, 1]), seed=st.integers(0, 2**31),
+)  # fmt: skip
 def test_evict_conserves_every_token(backend, owned, slab, drop, wide, sinks, recent, order, seed):
     """The best of each head stay, so many below what it owns or, of equal heads, below the slots there are; the others
     join its moments."""

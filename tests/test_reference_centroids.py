@@ -15,8 +15,6 @@ from .states import randn
 from .test_reference import pairs, true_attention
 
 F64 = torch.float64
-
-
 queries = partial(randn, 2, 6, 4, 8)
 
 

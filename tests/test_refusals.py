@@ -147,32 +147,19 @@ def with_assistant(model, ids):
     generate(model, ids, assistant_model=fastkv.patch(build(), budget=64))
 
 
-def with_draft(model, ids):
-    generate(model, ids, prompt_lookup_num_tokens=3)
+def generating(**options):
+    return lambda model, ids: generate(model, ids, **options)
 
 
-def with_cache(kind):
-    return lambda model, ids: generate(model, ids, cache_implementation=kind)
-
-
-def with_mask_over_the_past(model, ids):
-    cache = model(ids).past_key_values
-    model(ids[:, :4], past_key_values=cache, attention_mask=torch.ones(1, 1, 4, 54, dtype=torch.bool))
-
-
-def with_mask_over_the_past_of_a_step(model, ids):
-    cache = model(ids).past_key_values
-    model(ids[:, :1], past_key_values=cache, attention_mask=torch.ones(1, 1, 1, 51, dtype=torch.bool))
+def with_mask_over_the_past(new):
+    mask = torch.ones(1, 1, new, 50 + new, dtype=torch.bool)
+    return lambda model, ids: model(ids[:, :new], past_key_values=model(ids).past_key_values, attention_mask=mask)
 
 
 def with_two_parts(model, ids):
     """The new tokens are of two texts, which do not see each other."""
     apart = torch.block_diag(*2 * [torch.ones(4, 4)]).tril().bool()[None, None]
     model(ids[:, :8], past_key_values=model(ids).past_key_values, attention_mask=apart)
-
-
-def with_chunks(model, ids):
-    generate(model, ids, prefill_chunk_size=16)
 
 
 def with_two_crops(model, ids):
@@ -192,10 +179,6 @@ def with_prepared_mask(model, ids):
     model(ids, attention_mask=torch.ones(1, 1, 50, 50, dtype=torch.bool))
 
 
-def with_embeddings(model, ids):
-    model(inputs_embeds=model.get_input_embeddings()(ids))
-
-
 def with_cache_of(**sizes):
     """A use of what a model of other sizes has read."""
 
@@ -211,41 +194,41 @@ def with_layer(use, *args):
     return lambda model, ids: getattr(model(ids).past_key_values.layers[0], use)(*args)
 
 
+CHUNKS = generating(prefill_chunk_size=16)
 USES = {
     # Before 5.14 the model itself is refused, before its assistant is asked.
     "patched assistant": ({}, with_assistant, "cannot be the assistant" if ROLLS_BACK else "transformers >= 5.14"),
-    "drafts for kvzip": ({"policy": "kvzip"}, with_draft, "which a second reading and Budget.* compress at once"),
+    "drafts for kvzip": ({"policy": "kvzip"}, generating(prompt_lookup_num_tokens=3),
+                         "which a second reading and Budget.* compress at once"),
     **{
-        f"{kind} cache": ({}, with_cache(kind), f"cache_implementation='{kind}' conflicts")
+        f"{kind} cache": ({}, generating(cache_implementation=kind), f"cache_implementation='{kind}' conflicts")
         for kind in ("static", "quantized", "offloaded")
     },
-    "paged cache": ({}, with_cache("paged"), "continuous batching brings its own paged cache"),
+    "paged cache": ({}, generating(cache_implementation="paged"), "continuous batching brings its own paged cache"),
     "crop": ({}, with_layer("crop", -3), "cannot be cropped because evicted pairs are gone"),
     "crop to a length": ({}, with_layer("crop", 30), "cannot be cropped because evicted pairs are gone"),
-    "4-D mask over the past": ({}, with_mask_over_the_past, "4-D attention mask over 54 keys"),
-    "4-D mask over the past of a step": ({}, with_mask_over_the_past_of_a_step, "4-D attention mask over 51 keys"),
+    "4-D mask over the past": ({}, with_mask_over_the_past(4), "4-D attention mask over 54 keys"),
+    "4-D mask over the past of a step": ({}, with_mask_over_the_past(1), "4-D attention mask over 51 keys"),
     "4-D mask of two parts": ({}, with_two_parts, "hides earlier new tokens from later ones"),
-    "chunks and a share": ({"budget": Budget(keep=0.5)}, with_chunks, "prefill_chunk_size hands a prompt over"),
-    "chunks and kvzip": ({"policy": "kvzip"}, with_chunks, "prefill_chunk_size hands a prompt over in parts"),
+    "chunks and a share": ({"budget": Budget(keep=0.5)}, CHUNKS, "prefill_chunk_size hands a prompt over"),
+    "chunks and kvzip": ({"policy": "kvzip"}, CHUNKS, "prefill_chunk_size hands a prompt over in parts"),
     "crop after a crop": ({}, with_two_crops, "cannot be cropped because evicted pairs are gone"),
     "gradients": ({"prefill_block": 16}, with_gradients, "has no gradient; read the prompt whole"),
     "4-D mask and blocks": ({"prefill_block": 16}, with_prepared_mask, "needs a 2-D padding mask"),
     "4-D mask and kvzip": ({"policy": "kvzip"}, with_prepared_mask, "needs a 2-D padding mask"),
-    "another batch": (
-        {}, lambda model, ids: model(ids.repeat(2, 1), past_key_values=model(ids).past_key_values), "holds 1 sequences"
-    ),
-    "embeddings for kvzip": ({"policy": "kvzip"}, with_embeddings, "pass input_ids, not inputs_embeds"),
+    "another batch": ({}, lambda model, ids: model(ids.repeat(2, 1), past_key_values=model(ids).past_key_values),
+                      "holds 1 sequences"),
+    "embeddings for kvzip": ({"policy": "kvzip"}, lambda model, ids: model(inputs_embeds=model.model.embed_tokens(ids)),
+                             "pass input_ids, not inputs_embeds"),
     "short mask": ({}, lambda model, ids: model(ids, attention_mask=torch.ones(1, 40)), "a column for each of the 50"),
-    "other heads": (
-        {"policy": "keydiff"}, with_cache_of(num_key_value_heads=4), r"of \(4, 16, 16\), got \(2, 16, 16\)"
-    ),
+    "other heads": ({"policy": "keydiff"}, with_cache_of(num_key_value_heads=4),
+                    r"of \(4, 16, 16\), got \(2, 16, 16\)"),
     "more layers": ({}, with_cache_of(num_hidden_layers=6), "needs a cache of 4 layers, got one of 6"),
     "fewer layers": ({}, with_cache_of(num_hidden_layers=2), "needs a cache of 4 layers, got one of 2"),
     "pickling": ({}, lambda model, ids: pickle.dumps(model), "cannot be pickled; call fastkv.unpatch"),
-    "positions of one's own": (
-        {"policy": "expected-attention"}, lambda model, ids: model(ids, position_ids=torch.arange(50)[None] + 9),
-        "position_ids that say something else",
-    ),
+    "positions of one's own": ({"policy": "expected-attention"},
+                               lambda model, ids: model(ids, position_ids=torch.arange(50)[None] + 9),
+                               "position_ids that say something else"),
     "offloading": ({}, with_layer("offload"), "not offloaded"),
     "prefetching": ({}, with_layer("prefetch"), "not offloaded"),
 }  # fmt: skip
@@ -301,15 +284,8 @@ def test_a_dtype_that_came_after_the_patch():
 
 def test_windows_of_a_static_cache_cannot_take_tokens_back():
     model, (ids, _) = fastkv.patch(build("gemma3"), "keydiff", 64), prompt(1, 50, (0,))
-    cache = fastkv.FastKVCache(model, static=True)
-    raises(
-        "make a FastKVCache.model, static=False.",
-        generate,
-        model,
-        ids,
-        past_key_values=cache,
-        prompt_lookup_num_tokens=3,
-    )
+    drafts = {"past_key_values": fastkv.FastKVCache(model, static=True), "prompt_lookup_num_tokens": 3}
+    raises("make a FastKVCache.model, static=False.", generate, model, ids, **drafts)
 
 
 def test_drafts_for_a_cache_that_compresses_at_once():

@@ -269,22 +269,15 @@ def of_layer(name, value):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        lambda header: [header],
-        *(lambda header, name=name: header.pop(name) and None for name in ("version", "layers", "settings")),
-        lambda header: header.update(version="1"),
-        lambda header: header["layers"].pop() and None,
-        lambda header: header["layers"].__setitem__(1, {"cumulative_length": 3}),
-        lambda header: header["layers"][1].pop("exact.filled") and None,
-        lambda header: header["settings"].update(dtype="torch.float16"),
-        *(of_layer("seen", value) for value in (-1, 10)),
-        *(of_layer("steps", value) for value in (True, EVERY)),
-        *(of_layer("tokens.0", value) for value in (21, "20")),
-        of_layer("approx.0", 20),
-        of_layer("exact.filled", 1),
-        of_layer("exact.limit", 10_000),
-    ],
-)
+    [lambda header: [header],
+     *(lambda header, name=name: header.pop(name) and None for name in ("version", "layers", "settings")),
+     lambda header: header.update(version="1"), lambda header: header["layers"].pop() and None,
+     lambda header: header["layers"].__setitem__(1, {"cumulative_length": 3}),
+     lambda header: header["layers"][1].pop("exact.filled") and None,
+     lambda header: header["settings"].update(dtype="torch.float16"), *(of_layer("seen", value) for value in (-1, 10)),
+     *(of_layer("steps", value) for value in (True, EVERY)), *(of_layer("tokens.0", value) for value in (21, "20")),
+     of_layer("approx.0", 20), of_layer("exact.filled", 1), of_layer("exact.limit", 10_000)],
+)  # fmt: skip
 def test_forged_headers(change, tmp_path):
     model, content = saved_bytes()
     refused(rewritten(tmp_path / "forged", content, change), model, "is damaged|was saved with")
@@ -292,20 +285,12 @@ def test_forged_headers(change, tmp_path):
 
 @pytest.mark.parametrize(
     "name, value",
-    [
-        ("exact.keys", None),
-        ("exact.memory", None),
-        ("exact.keys", lambda t: t.half()),
-        ("exact.values", lambda t: t[:, 1:].clone()),
-        ("exact.lengths", lambda t: t[:1].clone()),
-        ("exact.lengths", lambda t: t[0].clone()),
-        *(("exact.lengths", value) for value in (1000, -1)),
-        *(("exact.starts", value) for value in (5, lambda t: t * 2)),
-        *(("exact.positions", value) for value in (-1, 10_000)),
-        ("moments.count", 0),
-        ("seen", 10_000),
-    ],
-)
+    [("exact.keys", None), ("exact.memory", None), ("exact.keys", lambda t: t.half()),
+     ("exact.values", lambda t: t[:, 1:].clone()), ("exact.lengths", lambda t: t[:1].clone()),
+     ("exact.lengths", lambda t: t[0].clone()), *(("exact.lengths", value) for value in (1000, -1)),
+     *(("exact.starts", value) for value in (5, lambda t: t * 2)),
+     *(("exact.positions", value) for value in (-1, 10_000)), ("moments.count", 0), ("seen", 10_000)],
+)  # fmt: skip
 def test_forged_tensors(name, value, tmp_path):
     """Numbers that would make a kernel read outside its slots are refused even under a digest that fits."""
 

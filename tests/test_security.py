@@ -68,13 +68,8 @@ def test_dynamic_imports_name_modules_of_the_package():
     assert late == ["__init__.py", "backend.py", "lab/cli.py"]
     assert all(name.startswith(".") for name in fastkv.backend.MODULES.values())
     assert fastkv.PLACES.keys() <= set(fastkv.__all__)
-    given = [
-        keyword.value
-        for node in ast.walk(ast.parse(texts["lab/cli.py"]))
-        if isinstance(node, ast.Call)
-        for keyword in node.keywords
-        if keyword.arg == "module"
-    ]
+    calls = [node for node in ast.walk(ast.parse(texts["lab/cli.py"])) if isinstance(node, ast.Call)]
+    given = [keyword.value for call in calls for keyword in call.keywords if keyword.arg == "module"]
     assert given and all(isinstance(one, ast.Constant) and one.value.startswith(".") for one in given)
 
 

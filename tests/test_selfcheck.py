@@ -20,16 +20,10 @@ from .test_vector_cache import mapping
 LAYERS, HKV, D = 4, 2, 16
 # Of each model: whether pairs are interleaved, dimensions turned and the layers that turn none.
 TURNING = {
-    "llama": (False, D, ()),
-    "cohere2": (True, D, (1, 3)),
-    "smollm3": (False, D, (1, 3)),
-    "exaone4": (False, D, (1, 3)),
-    "ernie4_5": (True, D, ()),
-    "glm4": (True, D // 2, ()),
-    "gemma3_text": (False, D, ()),
-    "qwen2_vl": (False, D, ()),
+    "llama": (False, D, ()), "cohere2": (True, D, (1, 3)), "smollm3": (False, D, (1, 3)), "exaone4": (False, D, (1, 3)),
+    "ernie4_5": (True, D, ()), "glm4": (True, D // 2, ()), "gemma3_text": (False, D, ()), "qwen2_vl": (False, D, ()),
     "mistral3": (False, D, ()),
-}
+}  # fmt: skip
 KINDS = pytest.mark.parametrize("kind", TURNING)
 
 
@@ -206,13 +200,11 @@ class Peeking(Shrinking):
 
 @pytest.mark.parametrize(
     "attention, why, patched",
-    [
-        (Shrinking, r"the logits of LlamaForCausalLM change by \d", True),
-        (Twice, "LlamaForCausalLM fails .* twice to the same", False),
-        (Peeking, "fails on a short prompt read whole when it is patched", False),
-    ],
+    [(Shrinking, r"the logits of LlamaForCausalLM change by \d", True),
+     (Twice, "LlamaForCausalLM fails .* twice to the same", False),
+     (Peeking, "fails on a short prompt read whole when it is patched", False)],
     ids=["shrinking", "twice", "peeking"],
-)
+)  # fmt: skip
 def test_an_untested_model_that_disagrees_is_refused(attention, why, patched):
     model = unheard_of()
     if patched:

@@ -46,14 +46,11 @@ def described(sequences, device="cpu", named=True, padded=0):
     seen = torch.tensor([before + now for *_, before, now in sequences] + [0] * padded, dtype=torch.int32)
     pages = torch.tensor([page for _, page, *_ in sequences] + [0] * padded, dtype=torch.int32)
     return SimpleNamespace(
-        query_start_loc=starts.to(device),
-        query_start_loc_cpu=starts,
-        seq_lens=seen.to(device),
-        seq_lens_cpu_upper_bound=seen,
-        block_table_tensor=pages[:, None].to(device),
+        query_start_loc=starts.to(device), query_start_loc_cpu=starts, seq_lens=seen.to(device),
+        seq_lens_cpu_upper_bound=seen, block_table_tensor=pages[:, None].to(device),
         is_prefilling=torch.tensor([before < whole for *_, whole, before, _ in sequences] + [False] * padded),
         req_idx=np.array([place for place, *_ in sequences] + [0] * padded) if named else None,
-    )
+    )  # fmt: skip
 
 
 def read_in(part):

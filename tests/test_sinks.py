@@ -46,11 +46,8 @@ def held(num, lengths):
 @pytest.mark.parametrize("evicted", [False, True])
 def test_a_step(evicted):
     """Evicted tokens of equal keys: what the moments say of them is exact."""
-    q, state, new = (
-        randn(B, HQ, D),
-        held(9, [[4, 8], [1, 0]]),
-        (randn(B, HKV, 1, D, seed=3), randn(B, HKV, 1, D, seed=4)),
-    )
+    q, state = randn(B, HQ, D), held(9, [[4, 8], [1, 0]])
+    new = randn(B, HKV, 1, D, seed=3), randn(B, HKV, 1, D, seed=4)
     state.exact.positions, state.exact.attention = torch.zeros(B, HKV, 9, dtype=torch.int32), torch.zeros(B, HKV, 9)
     gone = randn(B, HKV, 1, D, seed=5).expand(-1, -1, 6, -1), randn(B, HKV, 6, D, seed=6)
     if evicted:

@@ -30,11 +30,9 @@ def test_it_is_what_transformers_computes(num, masked):
     mask = None if masked == "none" else random_mask(num, HQ if masked == "each head" else 1)
     more = {"position_bias": torch.randn(B, HQ, num, N)} if masked == "beside a tensor" else {}
     module = SimpleNamespace(
-        num_key_value_groups=HQ // HKV,
-        is_causal=True,
-        config=None,
+        num_key_value_groups=HQ // HKV, is_causal=True, config=None,
         _fastkv_stock_config=SimpleNamespace(_attn_implementation="sdpa"),
-    )
+    )  # fmt: skip
     want, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, scaling=0.4, **more)
     got, _ = window_attention(module, q, k, v, mask, scaling=0.4, **more)
     assert got.shape == want.shape == (B, num, HQ, D)

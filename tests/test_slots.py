@@ -163,12 +163,9 @@ def coded(name, heads, dim, filled, size=1.0, seed=0):
 @each_format
 @settings(max_examples=examples(25))
 @given(
-    st.sampled_from([32, 64, 96, 256]),
-    st.sampled_from([(1, 1), (2, 3), (3, 4), (1, 9)]),
-    st.integers(1, 70),
-    st.sampled_from([0.01, 1, 30]),
-    st.integers(0, 999),
-)
+    st.sampled_from([32, 64, 96, 256]), st.sampled_from([(1, 1), (2, 3), (3, 4), (1, 9)]), st.integers(1, 70),
+    st.sampled_from([0.01, 1, 30]), st.integers(0, 999),
+)  # fmt: skip
 def test_compiled_attention_is_that_of_decoded_slots(slots, dim, sizes, filled, size, seed):
     heads, groups = sizes
     slots = coded(slots, heads, dim, filled, size, seed)

@@ -132,7 +132,7 @@ def rows_of(cases: Sequence[Case]) -> list[dict[str, Any]]:
     rows, full = [], None
     for case in cases:
         cache, found = case.cache, case.found
-        named = {"cache": cache.name, "policy": cache.policy, "budget": cache.budget}
+        named: dict[str, Any] = {"cache": cache.name, "policy": cache.policy, "budget": cache.budget}
         named |= {"context": case.context, "batch": case.batch, "rounds": len(found)}
         steps = [step for one in found for step in one.steps]
         step = statistics.median(steps) if steps else None
@@ -141,20 +141,11 @@ def rows_of(cases: Sequence[Case]) -> list[dict[str, Any]]:
             rows.append({**named, **dict.fromkeys(COLUMNS), "left_out": case.left_out or "no time left"})
             continue
         firsts, tenths = [one.first for one in found], statistics.quantiles(steps, n=10, method="inclusive")
-        rows.append(
-            {
-                **named,
-                "first": statistics.median(firsts),
-                "first_range": (min(firsts), max(firsts)),
-                "step": step,
-                "step_range": (tenths[1], tenths[7]),
-                "tokens_per_second": 1e3 * case.batch / step,
-                "speedup": full and full / step,
-                "peak": max((one.peak for one in found if one.peak is not None), default=None),
-                "resident": found[-1].resident,
-                "kept": found[-1].kept,
-            }
-        )
+        peaks = [one.peak for one in found if one.peak is not None]
+        named |= {"first": statistics.median(firsts), "first_range": (min(firsts), max(firsts)), "step": step}
+        named |= {"step_range": (tenths[1], tenths[7]), "tokens_per_second": 1e3 * case.batch / step}
+        named |= {"speedup": full and full / step, "peak": max(peaks, default=None)}
+        rows.append({**named, "resident": found[-1].resident, "kept": found[-1].kept})
     return rows
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,16 +48,13 @@ class Conversation:
         new = self.tokenizer(words, return_tensors="pt", add_special_tokens=False).input_ids.to(self.model.device)
         ids = torch.cat([self.read, self.pending, new], 1)  # `generate` reads those that the cache has not seen
         self.stopped = False
-        with interrupted(self):
-            made = self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                **{CACHE: self.cache},
-                max_new_tokens=self.words,
-                streamer=streamer,
-                return_dict_in_generate=True,
-                stopping_criteria=[lambda so_far, scores: torch.full(so_far.shape[:1], self.stopped)],
-            )
+        how = {"attention_mask": torch.ones_like(ids), CACHE: self.cache, "max_new_tokens": self.words}
+        how["stopping_criteria"] = [lambda so_far, scores: torch.full(so_far.shape[:1], self.stopped)]
+        before = signal.signal(signal.SIGINT, lambda *_: setattr(self, "stopped", True))  # Ctrl-C ends the answer
+        try:
+            made = self.model.generate(ids, **how, streamer=streamer, return_dict_in_generate=True)
+        finally:
+            signal.signal(signal.SIGINT, before)
         reply, self.cache = made.sequences[0, ids.shape[1] :], made.past_key_values
         self.read, self.pending = made.sequences.tensor_split([int(self.cache.get_seq_length())], 1)
         self.ended = int(reply[-1]) in ends_of(self.model)
@@ -87,16 +82,6 @@ class Conversation:
         self.cache = FastKVCache.load(path, self.model)
         self.read = self.pending.new_zeros(1, self.cache.get_seq_length())
         self.pending, self.ended = self.pending[:, :0], True
-
-
-@contextmanager
-def interrupted(conversation: Conversation) -> Iterator[None]:
-    """While this is open, Ctrl-C ends the answer and not the program."""
-    before = signal.signal(signal.SIGINT, lambda *_: setattr(conversation, "stopped", True))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def turn(tokenizer: Any, said: str, first: bool, ended: bool) -> str:

@@ -175,16 +175,11 @@ def plain(text: str) -> str:
     return text.lower().replace(",", "").replace("-", "").replace(" ", "")
 
 
-def _banks() -> dict[str, tuple[Kind, ...]]:
-    """The kinds of each split, from `facts.json`, where subjects and values are words of one line."""
-    told = json.loads(Path(__file__).with_name("facts.json").read_text(encoding="utf-8"))
-    return {
-        split: tuple(Kind(*words, *(one and tuple(one.split()) for one in drawn)) for *words, drawn in rows)
-        for split, rows in told.items()
-    }
-
-
-BANKS = _banks()
+# The kinds of each split; in the file, subjects and values are words of one line.
+BANKS: dict[str, tuple[Kind, ...]] = {
+    split: tuple(Kind(*words, *(one and tuple(one.split()) for one in drawn)) for *words, drawn in rows)
+    for split, rows in json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8")).items()
+}
 
 
 def check_tokens(text: str, tokens: int, least: int) -> None:

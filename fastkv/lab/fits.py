@@ -39,15 +39,8 @@ from .. import policies
 from ..api import patched
 from ..budget import Budget
 from ..calibration import check_writable, describe, fingerprint, kv_shapes
-from ..calibration.fits import (
-    QualityCurve,
-    QueryCalibration,
-    VectorMap,
-    context_nll,
-    required_r2,
-    retained,
-    save_curves,
-)
+from ..calibration import fits as files
+from ..calibration.fits import QualityCurve, QueryCalibration, VectorMap, context_nll, required_r2, retained
 from ..errors import FastKVError
 from ..integrations.transformers import rotations
 from ..integrations.transformers.calibrate import LENGTH, LONGEST, ROWS, TEXTS, calibrate_heads, sees_everything
@@ -561,5 +554,5 @@ def run_context(options: argparse.Namespace) -> None:
             f"triples {curve.triples}"
         )
     file = options.out / "context.json"
-    save_curves(file, fitted)
+    files.save_curves(file, fitted)
     console.print(f"{file} written. Use it with\nfastkv.Budget(quality=0.95, calibration={str(file)!r}).")

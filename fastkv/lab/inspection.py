@@ -42,11 +42,6 @@ def norms(rows: Tensor) -> dict[str, Tensor]:
     return {"norm": length.mean(-1), "spread": _variation(length)}
 
 
-def prefix_lengths(num: int) -> list[int]:
-    """256, 512, ... and `num` itself."""
-    return [*(LEAST << step for step in range(num.bit_length()) if LEAST << step < num), num]
-
-
 def dilution(keys: Tensor, lengths: list[int]) -> dict[str, Tensor]:
     """How much the mean key still says as the context grows: of the first n keys of [Hkv, N, D], for each of the P n in
     `lengths` (ManifoldKV, Sec. 3.2),
@@ -179,7 +174,8 @@ def run(options: argparse.Namespace, console: Console | None = None) -> dict[str
     most = options.context or min(common.longest_text(model), MOST)
     ids = torch.tensor(tokenizer(text, truncation=True, max_length=most).input_ids, dtype=torch.long)
     facts.check_tokens(options.text, len(ids), options.context or LEAST)
-    lengths = prefix_lengths(len(ids))
+    doubled = (LEAST << step for step in range(len(ids).bit_length()))
+    lengths = [*(length for length in doubled if length < len(ids)), len(ids)]
     cached = list(common.read_stock(model, ids[None]))
     with common.progress(console) as progress:
         tracked = progress.track(cached, description="measuring")

@@ -28,12 +28,8 @@ SMALL = fastkv.Budget(tokens=16, sinks=2, recent=4)
 TINY = fastkv.Budget(tokens=8, sinks=2, recent=2)
 CLOSE = 1e-4  # for logits up to 5; others are scaled
 ROUNDING = 1e-2  # that recurrences make of it, in the stock model too
-POLICIES = (
-    "keydiff",
-    "h2o",
-    "criticalkv",
-    "compactor",
-)  # keys, attention at every step, values and output, no rotation
+# Keys, attention at every step, values and output, no rotation.
+POLICIES = ("keydiff", "h2o", "criticalkv", "compactor")
 
 
 @dataclass(eq=False)

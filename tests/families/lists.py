@@ -16,15 +16,11 @@ ROOT = Path(__file__).parent.parent.parent
 PAGE, FILE = ROOT / "docs" / "models.md", engine.FOUND
 ALL = "all features"
 KINDS = {
-    "FastKVLayer": "full attention",
-    "HybridLayer": "full attention",
-    "DynamicSlidingWindowLayer": "sliding windows",
-    "WindowLayer": "sliding windows",
-    "DynamicChunkedLayer": "chunked attention",
-    "LinearAttentionLayer": "linear attention",
-    "DummyLayer": "layers without a cache",
+    "FastKVLayer": "full attention", "HybridLayer": "full attention", "DynamicSlidingWindowLayer": "sliding windows",
+    "WindowLayer": "sliding windows", "DynamicChunkedLayer": "chunked attention",
+    "LinearAttentionLayer": "linear attention", "DummyLayer": "layers without a cache",
     "DynamicLayer": "attention to images",
-}
+}  # fmt: skip
 TESTED = """## Tested
 
 Every type in the table passed all of these checks, except for those in its last column:

@@ -19,18 +19,8 @@ from fastkv.kernels import compact as compact_module
 from fastkv.kernels import operations
 from fastkv.reference import Centroids, LayerState, Moments, Recovery, Selection, Slots
 
-from ..states import (
-    Workspace,
-    best_slots,
-    copied,
-    encoded,
-    in_pages,
-    in_slab,
-    make_spec,
-    make_state,
-    splits,
-    uninitialised_is_nan,
-)  # fmt: skip
+from .. import states
+from ..states import Workspace, best_slots, copied, encoded, in_pages, in_slab, make_spec, make_state, splits
 
 BATCH, HEADS, G = 2, 2, 2
 OWNED = [[3, 9], [8, 1]]  # slots per (sequence, head)
@@ -66,7 +56,7 @@ class Problem:
         room = self.room
         poison([one for one in (room.accs, room.tops, room.totals, room.logits) if one is not None], seed)
         state.scratch = room.tensors()
-        with uninitialised_is_nan():
+        with states.uninitialised_is_nan():
             results = self.call(state)
         assert not room.tickets.any(), "tickets are left for the next launch"
         return dict(enumerate(results)) | dict(state.named_tensors())
@@ -172,22 +162,18 @@ def compacting(dim: int, slots: str = "model", **made):
 CASES = {
     "decode": lambda: decoding(2, correction="moments"),
     "decode-equal-slots": lambda: decoding(4, ragged=False, dtype=torch.float16, correction="none"),
-    "decode-centroids": lambda: decoding(2, correction="centroids", parts=3),
-    "decode-alone": lambda: decoding(1),
+    "decode-centroids": lambda: decoding(2, correction="centroids", parts=3), "decode-alone": lambda: decoding(1),
     "decode-rows": lambda: decoding(2, rows=[0, 1, 3, 0], correction="centroids", parts=3),
-    "vector": lambda: decoding(2, vector=True),
-    "evict": lambda: evicting(80, True),
+    "vector": lambda: decoding(2, vector=True), "evict": lambda: evicting(80, True),
     "evict-equal-slots": lambda: evicting(48, False, dtype=torch.float16),
-    "evict-rows": lambda: evicting(16, True, rows=[0, 1, 3, 0]),
-    "compact": lambda: compacting(48),
+    "evict-rows": lambda: evicting(16, True, rows=[0, 1, 3, 0]), "compact": lambda: compacting(48),
     "decode-int8": lambda: decoding(2, slots="int8", rows=[0, 1, 3, 0]),
     "decode-fp8-alone": lambda: decoding(1, ragged=False, slots="fp8", dtype=torch.float16),
     "evict-int8": lambda: evicting(80, True, slots="int8"),
     "decode-int4": lambda: decoding(2, 32, slots="int4", rows=[0, 1, 3, 0]),
-    "evict-int4": lambda: evicting(64, True, slots="int4"),
-    "evict-k8v4": lambda: evicting(64, True, slots="k8v4"),
+    "evict-int4": lambda: evicting(64, True, slots="int4"), "evict-k8v4": lambda: evicting(64, True, slots="k8v4"),
     "compact-fp8": lambda: compacting(48, slots="fp8"),
-}
+}  # fmt: skip
 
 
 def assert_same_bits(got: dict, want: dict, order: int) -> None:

@@ -24,14 +24,9 @@ def prompt(length, seed=0):
 def start(model, settings, dtype="float32", **arguments):
     """vLLM with these settings for fastkv; None for none."""
     given = {
-        "max_model_len": LONGEST,
-        "max_num_seqs": SEQUENCES,
-        "max_num_batched_tokens": LONGEST + SEQUENCES,
-        "kv_cache_memory_bytes": 2**27,
-        "skip_tokenizer_init": True,
-        "enforce_eager": True,
-        **arguments,
-    }
+        "max_model_len": LONGEST, "max_num_seqs": SEQUENCES, "max_num_batched_tokens": LONGEST + SEQUENCES,
+        "kv_cache_memory_bytes": 2**27, "skip_tokenizer_init": True, "enforce_eager": True, **arguments,
+    }  # fmt: skip
     extra = {} if settings is None else {"fastkv": settings}
     return LLM(model, dtype=dtype, additional_config=extra, **given)
 

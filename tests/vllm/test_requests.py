@@ -32,14 +32,13 @@ def alone(model, **changes):
 def test_requests_of_all_kinds_together(model):
     """They arrive while others decode, and are preempted once."""
     asked = {
-        "server's": (prompt(200, 1), {}, {}),
-        "small": (prompt(300, 2), {"fastkv_class": "small"}, CLASSES["small"]),
+        "server's": (prompt(200, 1), {}, {}), "small": (prompt(300, 2), {"fastkv_class": "small"}, CLASSES["small"]),
         "best": (prompt(250, 3), {"fastkv_class": "best"}, CLASSES["best"]),
         "budget": (prompt(129, 4), {"fastkv_budget": 67}, {"budget": 72}),
         "keep": (prompt(320, 5), {"fastkv_keep": 0.2}, {"budget": 66}),
         "keep all": (prompt(400, 6), {"fastkv_keep": 1}, {}),
         "small again": (prompt(65, 7), {"fastkv_class": "small"}, CLASSES["small"]),
-    }
+    }  # fmt: skip
     traffic = Traffic(start(model, SETTINGS))
     for i, (name, (tokens, own, _)) in enumerate(asked.items()):
         traffic.ask(name, tokens, NUM, own)
@@ -98,10 +97,8 @@ def test_budgets_in_bytes_have_classes_only():
 
 
 def test_budgets_are_rounded_up_to_sixteenths():
-    assert [MENU.chosen({"fastkv_budget": tokens}, 0) for tokens in (36, 37, 42, 43, 90, 91, 96)] == [
-        *(36, 42, 42, 48, 90),
-        *(None, None),
-    ]
+    chosen = [MENU.chosen({"fastkv_budget": tokens}, 0) for tokens in (36, 37, 42, 43, 90, 91, 96)]
+    assert chosen == [36, 42, 42, 48, 90, None, None]
     assert [MENU.chosen({"fastkv_keep": 0.1}, length) for length in (1, 100, 401, 5000)] == [36, 36, 42, None]
     assert {MENU.chosen({"fastkv_budget": tokens}, 0) for tokens in range(36, 97)} == {*MENU.sizes, None}
     assert MENU.chosen(None, 5) is None and MENU.chosen({"other": 1}, 5) is None
@@ -218,13 +215,11 @@ def test_pictures_of_a_block_come_together():
 
 @pytest.mark.parametrize(
     "classes, message",
-    [
-        (["small"], 'classes must be like {"small": {"budget": 256}}'),
-        ({"small": 3}, 'classes must be like {"small": {"budget": 256}}'),
-        ({"small": {"prefill_block": 3}}, "class 'small' has no setting prefill_block; it has policy, budget"),
-        ({"small": {"budget": 3}}, "a budget of 3 tokens is smaller than sinks + recent"),
-    ],
-)
+    [(["small"], 'classes must be like {"small": {"budget": 256}}'),
+     ({"small": 3}, 'classes must be like {"small": {"budget": 256}}'),
+     ({"small": {"prefill_block": 3}}, "class 'small' has no setting prefill_block; it has policy, budget"),
+     ({"small": {"budget": 3}}, "a budget of 3 tokens is smaller than sinks + recent")],
+)  # fmt: skip
 def test_classes_that_cannot_be_are_refused_at_the_start(model, classes, message):
     with pytest.raises(FastKVError) as refusal:
         start(model, {**SETTINGS, "classes": classes})

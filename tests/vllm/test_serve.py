@@ -23,11 +23,9 @@ SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
 SETTINGS = {"policy": "fastkv", "budget": 64, "prefill_block": 64}
 LONGEST = 512
 LIMITS = [
-    f"--max-model-len={LONGEST}",
-    "--max-num-seqs=8",
-    "--max-num-batched-tokens=256",
+    f"--max-model-len={LONGEST}", "--max-num-seqs=8", "--max-num-batched-tokens=256",
     "--kv-cache-memory-bytes=67108864",
-]
+]  # fmt: skip
 NUM, START = 24, 300  # tokens of an answer, seconds
 
 
@@ -49,11 +47,9 @@ def serving(model, log):
     with open(log, "w") as out:
         kept = {**SETTINGS, "prefixes": 0.5, "classes": {"small": {"budget": 48}}}
         server = subprocess.Popen(
-            command(model, kept, port, "--enable-prompt-tokens-details"),
-            stdout=out,
-            stderr=subprocess.STDOUT,
+            command(model, kept, port, "--enable-prompt-tokens-details"), stdout=out, stderr=subprocess.STDOUT,
             start_new_session=True,
-        )
+        )  # fmt: skip
     client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=START)
     try:
         deadline = time.monotonic() + START
@@ -76,13 +72,9 @@ def answers(client):
 def streamed(client, model, tokens, **more):
     """The tokens of an answer as they arrive."""
     stream = client.completions.create(
-        model=model,
-        prompt=list(tokens),
-        max_tokens=NUM,
-        temperature=0,
-        stream=True,
+        model=model, prompt=list(tokens), max_tokens=NUM, temperature=0, stream=True,
         extra_body={"ignore_eos": True, "return_token_ids": True, **more},
-    )
+    )  # fmt: skip
     return [token for part in stream for token in part.choices[0].token_ids or ()]
 
 

@@ -43,18 +43,9 @@ def test_requests_among_others(model, policy, block):
 
 @pytest.mark.parametrize(
     "prompt_length, computed, offered, block, expected",
-    [
-        (200, 0, 200, None, 200),
-        (200, 0, 199, None, 0),
-        (200, 0, 200, 64, 64),
-        (200, 64, 63, 64, 0),
-        (200, 192, 100, 64, 8),
-        (200, 192, 7, 64, 0),
-        (50, 0, 64, 64, 50),
-        (200, 200, 1, 64, 1),
-        (200, 210, 30, None, 1),
-        (200, 128, 0, 64, 0),
-    ],
-)
+    [(200, 0, 200, None, 200), (200, 0, 199, None, 0), (200, 0, 200, 64, 64), (200, 64, 63, 64, 0),
+     (200, 192, 100, 64, 8), (200, 192, 7, 64, 0), (50, 0, 64, 64, 50), (200, 200, 1, 64, 1), (200, 210, 30, None, 1),
+     (200, 128, 0, 64, 0)],
+)  # fmt: skip
 def test_steps_end_where_blocks_end(prompt_length, computed, offered, block, expected):
     assert tokens_now(prompt_length, computed, offered, block) == expected
