@@ -237,3 +237,11 @@ def test_generate_never_looks_for_padding_in_its_own_steps(static, monkeypatch):
     wider = torch.cat([mask, mask.new_ones(3, 8)], 1)
     model(out.sequences[:, -1:], attention_mask=wider, past_key_values=out.past_key_values)
     assert len(looked) == 1
+
+
+def test_heads_that_trade_ask_for_no_new_scratch():
+    model = build(num_hidden_layers=1)
+    budget = fastkv.Budget(tokens=40, sinks=2, recent=4, heads="adaptive")
+    fastkv.patch(model, "keydiff", budget, prefill_block=32, backend="triton")
+    cache = model(prompt(1, 300, (0,))[0]).past_key_values
+    assert len(cache.workspace.scratch) == 1
