@@ -123,10 +123,10 @@ class Compression:
         """
         if kind not in self.known:
             made = self._rules(self._calibrated(kind))
-            for name, own in () if kind is None else self.rules().items():
-                if isinstance(kind, int):  # what was fitted is the server's: one copy of it, a layer's buffers
-                    fitted = {part: getattr(own.layer, part) for part in ("rotary", "queries", "weight")}
-                    made[name] = replace(made[name], layer=replace(made[name].layer, **fitted))
+            # What was fitted is the server's: one copy of it, a layer's buffers.
+            for name, own in self.rules().items() if isinstance(kind, int) else ():
+                fitted = {part: getattr(own.layer, part) for part in ("rotary", "queries", "weight")}
+                made[name] = replace(made[name], layer=replace(made[name].layer, **fitted))
             self.known[kind] = made
         return self.known[kind]
 
