@@ -32,9 +32,8 @@ CACHE = "build/ptx"  # of compiled kernels: others would take what it holds for 
 class Driver:
     """What stands in for a GPU of sm_80.
 
-    Attributes:
-        change: what is done to PTX before it is read, for tests of what is found.  order: of the programs of the next
-        launch, see `execute`; each launch adds `step`.  unwritten: see `Global`.
+    Attributes: change: what is done to PTX before it is read, for tests of what is found.  order: of the programs of
+        the next launch, see `execute`; each launch adds `step`.  unwritten: see `Global`.
     """
 
     def __init__(self, change: Callable[[str], str] = str) -> None:
@@ -56,8 +55,8 @@ class Driver:
         def launch(x: int, y: int, z: int, stream: int, executable: Executable, *rest: Any) -> None:
             passed = zip(source.signature.items(), rest[4:])
             given = [one for (name, kind), value in passed for one in _members(name, kind, value)]
-            values = [_bits(kind, value) for _, kind, value in given] + [0, 0]  # scratch that nobody asks for
-            arguments = dict(zip(executable.kernel.params, values))
+            bits = [struct.unpack("<I", struct.pack("<f", one))[0] if kind == "fp32" else one for _, kind, one in given]
+            arguments = dict(zip(executable.kernel.params, [*bits, 0, 0]))  # and scratch that nobody asks for
             tensors = {name: value for name, _, value in given if isinstance(value, torch.Tensor)}
             if x * y * z:
                 with np.errstate(all="ignore"):
@@ -74,13 +73,6 @@ def _members(name: str, kind: Any, value: Any) -> Iterator[tuple[str, str, Any]]
             yield from _members(f"{name}.{getattr(kind, '_fields', range(len(kind)))[number]}", one, part)
     elif kind != "constexpr":
         yield name, kind, value
-
-
-def _bits(kind: str, value: Any) -> Any:
-    """Of what is passed as a parameter; a tensor is not touched."""
-    if isinstance(value, torch.Tensor):
-        return value
-    return int.from_bytes(struct.pack("<f", value), "little") if kind == "fp32" else int(value)
 
 
 @contextmanager

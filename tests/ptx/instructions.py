@@ -52,6 +52,11 @@ def to_bf16(numbers: Array) -> Array:
     return np.where(np.isnan(numbers), 0x7FFF, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
+HALVES: dict[str, tuple[Callable[[Array], Array], ...]] = {  # numbers of bits, and the bits of numbers
+    "bf16": (from_bf16, to_bf16), "f16": (lambda x: x.view(np.float16), lambda x: x.astype(np.float16).view(np.uint16)),
+}  # fmt: skip
+
+
 def reader(operand: Operand, kind: str) -> Callable[[Program], Array]:
     """Reads an operand as a type, [N]."""
     raw, dtype = RAW[width_of(kind)], dtype_of(kind)
@@ -111,8 +116,7 @@ def step_of(kernel: Kernel, ins: Instruction) -> Step | None:
     if ins.opcode in ("bra", "bra.uni", "ret"):
         return None
     for pattern, build in FORMS.items():
-        found = re.fullmatch(pattern, ins.opcode)
-        if found:
+        if found := re.fullmatch(pattern, ins.opcode):
             return build(ins, *found.groups())
     raise PTXError(f"{kernel.name} has an instruction that is not executed here: {ins}")
 
@@ -132,17 +136,10 @@ def _function(ins: Instruction, kinds: list[str], to: str, function: Callable[..
     return step
 
 
-def product(part: str, sign: str, width: str) -> Callable[..., Array]:
-    """All bits of a product, or the upper half; with a third number added."""
-    to = dtype_of(f"{sign}{2 * int(width)}")
-    if part == "hi":
-        return lambda x, y: x.astype(to) * y.astype(to) >> to.type(int(width))
-    return lambda x, y, added=0: x.astype(to) * y.astype(to) + added
-
-
-def upper(x: Array, y: Array) -> Array:
-    """The upper half of a product of 64 bits, by Python's numbers."""
-    return (x.astype(object) * y.astype(object) >> 64).astype(np.uint64)
+def wide(sign: str, width: str) -> tuple[list[str], str, Callable[..., Array]]:
+    """All bits of a product; with a third number added."""
+    to = f"{sign}{2 * int(width)}"
+    return [sign + width] * 2 + [to], to, lambda x, y, more=0: x.astype(dtype_of(to)) * y.astype(dtype_of(to)) + more
 
 
 def shifted(name: str, kind: str) -> Callable[[Array, Array], Array]:
@@ -198,20 +195,13 @@ def looked_up(x: Array, y: Array, z: Array, table: Array) -> Array:
 
 def fused_halves(kind: str) -> Callable[..., Array]:
     """Products and sums of both halves of 32 bits, in float64."""
-    numbers = from_bf16 if kind == "bf16" else lambda x: x.view(np.float16)
-    bits = to_bf16 if kind == "bf16" else lambda x: x.astype(np.float16).view(np.uint16)
+    numbers, bits = HALVES[kind]
 
     def fused(*given: Array) -> Array:
         x, y, z = (numbers(np.ascontiguousarray(one).view(np.uint16)).astype(np.float64) for one in given)
         return bits(x * y + z).view(np.uint32)
 
     return fused
-
-
-def pair(kind: str) -> Callable[[Array, Array], Array]:
-    """Two float32 as halves of 32 bits."""
-    bits = to_bf16 if kind == "bf16" else lambda x: x.astype(np.float16).view(np.uint16)
-    return lambda high, low: bits(high).astype(np.uint32) << 16 | bits(low)
 
 
 def shuffled(mode: str) -> Callable[[Array, Array, Array], Array]:
@@ -233,9 +223,8 @@ def multiplied(kind: str) -> Callable[..., list[Array]]:
     group, lane = LANE // 4, 2 * (LANE % 4)
 
     def multiply(*given: Array) -> list[Array]:
-        halves = np.stack(given[:6]).view(np.uint16)
-        numbers = from_bf16(halves) if kind == "bf16" else halves.view(np.float16)
-        numbers = numbers.reshape(6, -1, 32, 2).astype(np.float64)  # register, warp, lane, low and high half
+        numbers = HALVES[kind][0](np.stack(given[:6]).view(np.uint16)).astype(np.float64)
+        numbers = numbers.reshape(6, -1, 32, 2)  # register, warp, lane, low and high half
         a, b = np.empty((numbers.shape[1], 16, 16)), np.empty((numbers.shape[1], 16, 8))
         for half in range(2):
             for part in range(4):
@@ -254,35 +243,31 @@ LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not
 BINARY = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.fmin, "max": np.fmax, "div": np.divide}
 UNARY = {"abs": np.abs, "neg": np.negative, "ex2": np.exp2, "sqrt": np.sqrt}
 INTEGER, FLOATING, BITS = "[su]16|[su]32|[su]64", "f16|f32|f64|bf16", "[bsuf](?:16|32|64)"
+NUMBERS = f"{INTEGER}|{FLOATING}|[su]8"
 # What groups of an opcode's pattern match makes the types of the operands, that of the results, and the function.
 FUNCTIONS: dict[str, Callable[..., tuple[list[str], str, Callable]]] = {
     rf"(add|sub|min|max)\.({INTEGER})": lambda name, kind: ([kind] * 2, kind, BINARY[name]),
     rf"(add|sub|mul|min|max|div)(?:\.rn|\.full)?\.({FLOATING})": lambda name, kind: ([kind] * 2, kind, BINARY[name]),
     rf"mul\.lo\.({INTEGER})": lambda kind: ([kind] * 2, kind, np.multiply),
     rf"mad\.lo\.({INTEGER})": lambda kind: ([kind] * 3, kind, lambda x, y, z: x * y + z),
-    r"(?:mul|mad)\.(wide)\.([su])(16|32)": lambda part, sign, width: (
-        [sign + width, sign + width, f"{sign}{2 * int(width)}"], f"{sign}{2 * int(width)}", product(part, sign, width),
+    r"(?:mul|mad)\.wide\.([su])(16|32)": wide,
+    r"mul\.hi\.([su](?:16|32|64))": lambda kind: (
+        [kind] * 2, kind, lambda x, y: x.astype(object) * y.astype(object) >> width_of(kind),
     ),
-    r"mul\.(hi)\.([su])(16|32)": lambda part, sign, bits: ([sign + bits] * 2, sign + bits, product(part, sign, bits)),
-    r"mul\.hi\.u64": lambda: (["u64"] * 2, "u64", upper),
     r"div\.([su]32|[su]64)": lambda kind: ([kind] * 2, kind, lambda x, y: (x - np.fmod(x, y)) // y),
     r"fma\.rn(?:\.ftz)?\.f32": lambda: (["f32"] * 3, "f32", lambda x, y, z: x.astype(np.float64) * y + z),
     r"fma\.rn\.(bf16|f16)x2": lambda kind: (["b32"] * 3, "b32", fused_halves(kind)),
     r"(and|or|xor|not)\.(b16|b32|b64|pred)": lambda name, kind: ([kind] * 2, kind, LOGIC[name]),
     r"(abs|neg|ex2|sqrt)(?:\.approx)?(?:\.ftz)?\.(f32|s32)": lambda name, kind: ([kind], kind, UNARY[name]),
-    r"(shl|shr)\.([bsu](?:16|32|64))": lambda name, kind: (
-        [kind.replace("b", "u"), "u32"], kind.replace("b", "u"), shifted(name, kind)
-    ),
+    r"(shl|shr)\.([bsu](?:16|32|64))": lambda name, kind: ([kind, "u32"], kind, shifted(name, kind)),
     rf"setp\.((?:eq|ne|lt|le|gt|ge)u?|num|nan)\.({BITS})": lambda name, kind: ([kind] * 2, "pred", compared(name)),
-    rf"selp\.({BITS})": lambda kind: (
-        [f"b{width_of(kind)}"] * 2 + ["pred"], f"b{width_of(kind)}", lambda x, y, chosen: np.where(chosen, x, y)
-    ),
+    rf"selp\.({BITS})": lambda kind: ([kind] * 2 + ["pred"], kind, lambda x, y, chosen: np.where(chosen, x, y)),
     r"ld\.param\.([bsuf]\d+)": lambda kind: ([kind], kind, lambda x: x),
     rf"cvt\.rzi\.(s16|s32)\.({FLOATING})": lambda to, kind: ([kind], to, whole_numbers(to)),
-    rf"cvt(?:\.rn)?(?:\.ftz)?\.({INTEGER}|{FLOATING}|[su]8)\.({INTEGER}|{FLOATING}|[su]8)": lambda to, kind: (
-        [kind], to, lambda x: x.astype(dtype_of(to)),
+    rf"cvt(?:\.rn)?(?:\.ftz)?\.({NUMBERS})\.({NUMBERS})": lambda to, kind: ([kind], to, lambda x: x),
+    r"cvt\.rn\.(bf16|f16)x2\.f32": lambda kind: (
+        ["f32"] * 2, "b32", lambda *x: np.stack([HALVES[kind][1](one) for one in x[::-1]], 1).view(np.uint32)[:, 0],
     ),
-    r"cvt\.rn\.(bf16|f16)x2\.f32": lambda kind: (["f32"] * 2, "b32", pair(kind)),
     r"bfe\.([su](?:32|64))": lambda kind: ([kind, "u32", "u32"], f"b{kind[1:]}", field),
     r"bfi\.b32": lambda: (["b32", "b32", "u32", "u32"], "b32", inserted),
     r"lop3\.b32": lambda: (["b32"] * 4, "b32", looked_up),
@@ -367,7 +352,8 @@ def _together(ins: Instruction, name: str) -> Step:
         elif mask is not None:
             raise Fault("barrier", "does not reach a barrier or wait that others reach", int(np.argmin(mask)))
         elif name == "bar.sync":
-            program.barrier()
+            program.shared.barrier()
+            program.history.barrier(program.number)
         else:
             program.shared.wait(count) if name.endswith("wait_group") else program.shared.commit()
 

@@ -25,9 +25,8 @@ from .program import Executable, Program
 class Access:
     """Memory that one instruction of one program touched: `size` bytes at offsets [A] of a region, by threads [A].
 
-    Attributes:
-        did: "loads", "stores" or "changes" (an atomic).  epoch, number: how many barriers, and atomics, of its program
-        came before.  known: how many epochs [P], and atomics [P], of each program did, [2 P].
+    Attributes: did: "loads", "stores" or "changes" (an atomic).  epoch, number: how many barriers, and atomics, of its
+        program came before.  known: how many epochs [P], and atomics [P], of each program did, [2 P].
     """
 
     program: Program
@@ -43,10 +42,9 @@ class Access:
 
     def before(self, other: Access) -> bool:
         """Whether it came before an access of another program, for certain."""
-        mine, atomic = self.program.number, self.did == "changes"
-        return bool(
-            other.known[len(self.known) // 2 + mine] > self.number if atomic else other.known[mine] > self.epoch
-        )
+        epochs, atomics = np.split(other.known, 2)
+        known, mine = (atomics, self.number) if self.did == "changes" else (epochs, self.epoch)
+        return bool(known[self.program.number] > mine)
 
 
 class History:
@@ -89,12 +87,6 @@ class History:
             mine = self.known[one].copy()
             mine[one], mine[self.programs + one] = self.epochs[one], self.atomics[one]
             self.released[address] = np.maximum(before, mine)
-
-    def check(self) -> None:
-        """Raise Fault for a race."""
-        for region in self.memory.regions:
-            if region.stored.any():
-                check_region(region, [access for access in self.accesses if access.region is region])
 
 
 def check_region(region: Region, accesses: list[Access]) -> None:
@@ -156,20 +148,20 @@ def execute(
     source = random.Random(order)
     restless = source.choice((0.0, 0.25, 1.0))  # how often a turn ends that might
     rounds, number = divmod(order, len(places) // grid[0])
-    chosen = [number == index // grid[0] for index in range(len(places))]
-    ranks = [(0 if rounds % 2 else 2) if one else 1 for one in chosen]  # lower ones come first
-    awake = {}
-    for index, place in enumerate(places):
-        awake[index] = Program(executable, index, place, grid, given, shared, history).run()
+    special = 0 if rounds % 2 else 2  # ranks: lower ones come first
+    ranks = [special if number == index // grid[0] else 1 for index in range(len(places))]
+    awake = {i: Program(executable, i, place, grid, given, shared, history).run() for i, place in enumerate(places)}
     current: int | None = None
     while awake:
         if current is None or ranks[current] == 2 or source.random() < restless:
             least = min(ranks[one] for one in awake)
             current = source.choice([one for one in awake if ranks[one] == least])
-        try:
-            if next(awake[current]) and ranks[current] == 0:
-                ranks[current] = 2
-        except StopIteration:
+        after_atomic = next(awake[current], None)
+        if after_atomic and ranks[current] == 0:
+            ranks[current] = 2
+        elif after_atomic is None:
             del awake[current]
             current = None
-    history.check()
+    for region in memory.regions:
+        if region.stored.any():
+            check_region(region, [access for access in history.accesses if access.region is region])

@@ -19,8 +19,7 @@ Spots = list[tuple["Region", np.ndarray, np.ndarray]]  # regions, offsets into t
 class Fault(Exception):
     """What a kernel must not do.
 
-    Attributes:
-        kind: one of bounds, alignment, uninitialised, race, barrier, pending, divergence.
+    Attributes: kind: one of bounds, alignment, uninitialised, race, barrier, pending, divergence.
         thread: the first of the program that does it.
     """
 
@@ -46,17 +45,16 @@ def elements(about: np.ndarray, tensor: Tensor) -> np.ndarray:
 class Region:
     """One allocation, of which tensors are views.
 
-    Attributes:
-        base: what a kernel takes for the address of its first byte.  data: its bytes, [S] uint8, not a copy.  owner:
-        number of the tensor that each byte belongs to, [S] int16, 0 for none.  names: of tensors, from number 1.
+    Attributes: base: what a kernel takes for the address of its first byte.  data: its bytes, [S] uint8, not a copy.
+        owner: number of the tensor that each byte belongs to, [S] int16, 0 for none.  names: of tensors, from number 1.
         known: which bytes have been written, [S] bool; None if all have.  stored: which this launch writes, [S] bool.
     """
 
     def __init__(self, tensor: Tensor, base: int, known: np.ndarray | None) -> None:
         storage = tensor.untyped_storage()
-        moved = known is not None and len(known) != storage.nbytes()  # what was here when somebody noted it
         self.base, self.names = base + storage.data_ptr() % 256, [""]
-        self.known = None if moved else known
+        fits = known is not None and len(known) == storage.nbytes()  # and is not of what was here before
+        self.known = known if fits else None
         self.data = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         self.owner, self.stored = np.zeros(len(self.data), np.int16), np.zeros(len(self.data), bool)
 
@@ -76,8 +74,7 @@ class Global:
         for name, tensor in tensors.items():
             place = tensor.untyped_storage().data_ptr()
             if tensor.numel():
-                base = (len(regions) + 1) << 40
-                region = regions.setdefault(place, Region(tensor, base, unwritten.get(place)))
+                region = regions.setdefault(place, Region(tensor, (len(regions) + 1) << 40, unwritten.get(place)))
                 elements(region.owner, tensor)[...] = len(region.names)
                 region.names.append(name)
         self.placed, self.regions = regions, list(regions.values())
@@ -90,8 +87,7 @@ class Global:
 
     def spots(self, addresses: np.ndarray, size: int, threads: np.ndarray) -> Spots:
         """Where accesses of `size` bytes go. Args: addresses [A] int64; threads [A].  Raises: Fault."""
-        text = f"accesses {size} bytes at an address that is no multiple of {size}"
-        refuse("alignment", addresses % size != 0, threads, text)
+        refuse("alignment", addresses % size != 0, threads, f"accesses {size} bytes at no multiple of {size}")
         which = np.searchsorted(self.bases, addresses, side="right") - 1
         found = []
         for number in np.unique(which):
@@ -102,8 +98,7 @@ class Global:
             first, last = (region.owner[np.where(inside, offsets + step, 0)] for step in (0, size - 1))
             inside &= (first == last) & (first != 0)
             nearby = region.element(int(offsets[inside.argmin()]))
-            text = f"accesses {size} bytes outside of every tensor, next to {nearby}"
-            refuse("bounds", ~inside, threads[mine], text)
+            refuse("bounds", ~inside, threads[mine], f"accesses {size} bytes outside of every tensor, next to {nearby}")
             found.append((region, offsets, mine))
         return found
 
@@ -113,10 +108,9 @@ class Global:
         for region, offsets, mine in spots:
             places = offsets[:, None] + np.arange(size)
             if region.known is not None and not region.known[places].all():
-                where = region.element(int(places[~region.known[places]][0]))
-                refuse(
-                    "uninitialised", ~region.known[places], threads[mine], f"loads {where}, which nobody has written"
-                )
+                unknown = ~region.known[places]
+                text = f"loads {region.element(int(places[unknown][0]))}, which nobody has written"
+                refuse("uninitialised", unknown, threads[mine], text)
             data[mine] = region.data[places]
         return data, spots
 
@@ -164,8 +158,7 @@ class Shared:
 
     def places(self, addresses: np.ndarray, size: int, threads: np.ndarray) -> np.ndarray:
         """Bytes [A, size] of accesses. Raises: Fault for bounds or alignment."""
-        text = f"accesses {size} bytes of shared memory at a place that is no multiple of {size}"
-        refuse("alignment", addresses % size != 0, threads, text)
+        refuse("alignment", addresses % size != 0, threads, f"accesses shared memory at no multiple of {size}")
         text = f"accesses {size} bytes beyond its {len(self.data)} bytes of shared memory"
         refuse("bounds", (addresses < 0) | (addresses + size > len(self.data)), threads, text)
         return addresses[:, None] + np.arange(size)

@@ -27,8 +27,7 @@ Operand = Register | Immediate | Symbol | Address | list
 class Instruction(NamedTuple):
     """One instruction; threads execute it for which the guard, a predicate, is true or, if `negated`, is not.
 
-    Attributes:
-        opcode: with all that stands after its dots.  operands: lists for those in braces.  text: as written.
+    Attributes: opcode: with all that stands after its dots.  operands: lists for those in braces.  text: as written.
         line: of the PTX, from 1.  source: the places in Python files, innermost first, if Triton notes them.
     """
 
@@ -86,10 +85,9 @@ class _Reader:
     def read(self, line: str, number: int) -> None:
         text, _, comment = line.partition("//")
         text = " ".join(text.split())
-        label = re.fullmatch(r"([$\w]+):", text)
         if text.startswith(".loc "):
             self.source = re.sub(r"(:\d+):\d+", r"\1", comment.strip())
-        elif label:
+        elif label := re.fullmatch(r"([$\w]+):", text):
             self.labels[label[1]] = len(self.code)
         else:
             *whole, self.pending = (self.pending + " " + text).split(";")
@@ -100,8 +98,7 @@ class _Reader:
         text = text.lstrip("{} ")  # a block has registers of its own, whose names may come again
         if not text:
             return
-        registers = re.fullmatch(r"\.reg \.(?:pred|[bsuf](\d+)) %([a-z]+)<(\d+)>", text)
-        if registers:
+        if registers := re.fullmatch(r"\.reg \.(?:pred|[bsuf](\d+)) %([a-z]+)<(\d+)>", text):
             width = int(registers[1] or 1)
             self.families[registers[2]] = (len(self.widths), int(registers[3]), width)
             self.widths += [width] * int(registers[3])
@@ -163,19 +160,13 @@ def only_stored(kernel: Kernel) -> dict[int, set[int]]:
             uses.setdefault(register, []).append(one)
     found: dict[int, set[int]] = {}
     for load in [one for one in kernel.code if one.opcode.startswith("ld.global")]:
-        reached, stores = list(registers(load.operands[0])), set()
+        reached = list(registers(load.operands[0]))
         for register in reached:  # which grows
-            for use in uses.get(register, []):
-                targets = registers(use.operands[0])
-                stored = use.opcode.startswith("st.global") and register not in targets
-                if register == use.guard or not (stored or not MOVES.match(use.opcode)):
-                    break
-                stores |= {use.line} if stored else set()
-                reached += [] if stored else targets.difference(reached)
-            else:
-                continue
-            break
-        else:
-            for line in stores:
-                found.setdefault(line, set()).add(load.line)
+            computing = [use for use in uses.get(register, []) if not MOVES.match(use.opcode)]
+            reached += {target for use in computing for target in registers(use.operands[0])}.difference(reached)
+        used = [(use, register) for register in reached for use in uses.get(register, [])]
+        stored = [use.opcode.startswith("st.global") and it not in registers(use.operands[0]) for use, it in used]
+        if all(it != use.guard and (ok or not MOVES.match(use.opcode)) for (use, it), ok in zip(used, stored)):
+            for store in {use.line for (use, _), ok in zip(used, stored) if ok}:
+                found.setdefault(store, set()).add(load.line)
     return found

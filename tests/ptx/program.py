@@ -20,8 +20,7 @@ JUNK = 0xA5A5A5A5A5A5A5A5  # what registers hold that nothing has been written t
 class Executable:
     """A kernel and the steps of its instructions, each with the number of the one that a jump leads to.
 
-    Attributes:
-        watch: called with the program and the mask of its threads before each instruction.
+    Attributes: watch: called with the program and the mask of its threads before each instruction.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -40,9 +39,8 @@ class Executable:
 class Program:
     """One program while it runs.
 
-    Attributes:
-        number: among those of the launch; its place in the grid.  arguments: bits of every parameter.  registers: [N]
-        each.  now: the instruction that is executed.  loaded: by line, what was loaded only to be stored.
+    Attributes: number: among those of the launch; its place in the grid.  arguments: bits of every parameter.
+        registers: [N] each.  now: the instruction that is executed.  loaded: by line, what is only stored.
     """
 
     def __init__(
@@ -66,11 +64,6 @@ class Program:
     def executing(self, mask: Mask) -> np.ndarray:
         """Numbers of the threads in a mask."""
         return self.everyone if mask is None else np.flatnonzero(mask)
-
-    def barrier(self) -> None:
-        """All threads have arrived."""
-        self.shared.barrier()
-        self.history.barrier(self.number)
 
     def load(self, space: str, addresses: np.ndarray, size: int, threads: np.ndarray) -> np.ndarray:
         """Bytes [A, size] from global or shared memory."""
@@ -118,14 +111,14 @@ class Program:
             if self.executable.watch is not None:
                 self.executable.watch(self, mask)
             if step is not None and (mask is None or mask.any()):
-                noticed = self.now.opcode.startswith(("st.global", "atom"))
-                if noticed:
+                if self.now.opcode.startswith(("st.global", "atom")):
                     yield False
                 try:
                     step(self, mask)
                 except Fault as fault:
-                    raise self.located(fault) from None
-                if noticed and self.now.opcode.startswith("atom"):
+                    where = f"{self.kernel.name}: program {self.place} thread {fault.thread}"
+                    raise Fault(fault.kind, f"{where} {fault}; {self.now}", fault.thread) from None
+                if self.now.opcode.startswith("atom"):
                     yield True
             if mask is None and step is None:
                 at, places = target, None
@@ -136,8 +129,3 @@ class Program:
                 places = places if step is not None else np.where(mask, target, places)
                 at = int(places.min())
                 places = None if (places == at).all() else places
-
-    def located(self, fault: Fault) -> Fault:
-        """The fault with kernel, program, thread and line."""
-        who = f"{self.kernel.name}: program {self.place} thread {fault.thread}"
-        return Fault(fault.kind, f"{who} {fault}; {self.now}", fault.thread)
