@@ -99,11 +99,6 @@ def read_stock(model: Any, ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
 # Texts.
 
 
-def start_of(tokenizer: Any) -> list[int]:
-    """The start token, if the tokenizer has the habit of adding one."""
-    return [tokenizer.bos_token_id] if tokenizer.bos_token_id in tokenizer("").input_ids else []
-
-
 # Caches.
 
 

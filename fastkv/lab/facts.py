@@ -204,14 +204,19 @@ def stretch(tokenizer: Any, source: str, length: int, draw: random.Random) -> li
     return ids[start : start + length]
 
 
+def start_of(tokenizer: Any) -> list[int]:
+    """The start token, if the tokenizer has the habit of adding one."""
+    return [tokenizer.bos_token_id] if tokenizer.bos_token_id in tokenizer("")["input_ids"] else []
+
+
 def around(tokenizer: Any, question: str) -> tuple[list[int], list[int]]:
     """Tokens before and after the text in a chat turn that ends with a question; without a template, plain lines."""
+    encode = partial(tokenizer, add_special_tokens=False)
     if tokenizer.chat_template is None:
-        before, after = "", f"\n\nQuestion: {question}\nAnswer:"
-    else:
-        turn = [{"role": "user", "content": f"{MARK}\n\n{question}"}]
-        before, after = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True).split(MARK)
-    return tuple(tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))  # type: ignore
+        return start_of(tokenizer), encode(f"\n\nQuestion: {question}\nAnswer:")["input_ids"]
+    turn = [{"role": "user", "content": f"{MARK}\n\n{question}"}]
+    before, after = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True).split(MARK)
+    return encode(before)["input_ids"], encode(after)["input_ids"]
 
 
 def sample(

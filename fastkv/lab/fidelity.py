@@ -359,7 +359,7 @@ def texts_of(model: Any, tokenizer: Any, options: argparse.Namespace) -> list[Te
     """Consecutive stretches of the text in one batch; with a question one by one, as answers differ in length."""
     if options.question is not None:
         return [asked(model, tokenizer, options, seed) for seed in range(options.seeds)]
-    start, context = common.start_of(tokenizer), options.context
+    start, context = facts.start_of(tokenizer), options.context
     ids = tokenizer(facts.read(options.text), add_special_tokens=False, verbose=False).input_ids
     each = context - len(start)
     facts.check_tokens(options.text, len(ids), options.seeds * each)

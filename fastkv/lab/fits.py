@@ -72,7 +72,7 @@ def sequences(source: str, tokenizer: PreTrainedTokenizerBase, length: int, toke
     """
     if tokens < length:
         raise FastKVError(f"expected at least one sequence of {length} tokens, got {tokens} in all; ask for more")
-    start = common.start_of(tokenizer)
+    start = facts.start_of(tokenizer)
     step = length - len(start)
     waiting: list[int] = []
     made = 0
