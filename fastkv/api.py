@@ -37,7 +37,7 @@ FROM_CACHE = "keydiff"  # of the policies that look at keys and values alone, th
 FROM_KEYS = frozenset({"pre_rope", "rotary", "query_statistics"})  # signals that a cache and a file can give
 # Of `generate`, whatever the model's generation config says.
 GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1}
-GREEDY |= {"return_dict_in_generate": False}
+GREEDY |= {"return_dict_in_generate": False, "use_cache": True}
 Model = TypeVar("Model", bound=Module)
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -288,3 +289,8 @@ def test_command_writes_the_file(tmp_path, capsys, bundled):
         line = next(line.split() for line in said.splitlines() if line.startswith(policy))
         assert line[2] == f"{found.alpha:.3f}" and line[4] == f"{found.beta:.3f}" and line[6] == f"{found.residual:.3f}"
         assert found.triples > 0
+    text = (out / "context.json").read_text()
+    (out / "context.json").write_text(text.replace(found.fingerprint, "0" * 16))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastkv.lab.fits.make_triples", partial(pytest.fail, "measured first"))
+        refused("another model", run_context, options_of("--policies", "keydiff", "--out", str(out)))

@@ -30,7 +30,7 @@ TEMPLATE = (
 class Templated:
     """A tokenizer of templates only."""
 
-    chat_template, eos_token = TEMPLATE, "</s>"
+    chat_template, eos_token = TEMPLATE, "</e>"  # as Gemma's, which does not end turns
 
     def apply_chat_template(self, messages, tokenize, add_generation_prompt=False):
         assert not tokenize
@@ -44,20 +44,20 @@ def test_turns_are_those_of_the_whole_conversation():
     told = [("Hi", "Hello", True), ("Who?", "I a", False), ("Go on", "m", True)]
     for number, (said, reply, ended) in enumerate(told):
         past.append({"role": "user", "content": said})
-        before = number == 0 or past[-2]["ended"]
+        before = ("</e>", "</s>") if number and past[-2]["ended"] else ()
         fed += chat.turn(tokenizer, said, first=number == 0, ended=before)
         assert fed == tokenizer.apply_chat_template(past, False, True)
         past.append({"role": "assistant", "content": reply, "ended": ended})
         fed += reply + "</s>" * ended
     tokenizer.chat_template = None
-    assert [chat.turn(tokenizer, "a", first, True) for first in (True, False)] == ["a", "\na"]
+    assert [chat.turn(tokenizer, "a", first, ("</s>",)) for first in (True, False)] == ["a", "\na"]
 
 
 def test_a_template_that_rewrites_the_past_is_used_turn_by_turn():
     tokenizer = Templated()
     plain = tokenizer.apply_chat_template
     tokenizer.apply_chat_template = lambda messages, **how: f"{len(messages)}{plain(messages, **how)}"
-    assert chat.turn(tokenizer, "b", False, True) == "1<s>user\nb</s>\n<s>assistant\n"
+    assert chat.turn(tokenizer, "b", False, ("</s>",)) == "1<s>user\nb</s>\n<s>assistant\n"
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_the_whole_is_what_one_prompt_would_be(conversation):
     model, tokenizer, words = conversation.model, conversation.tokenizer, ("the river", "a bird")
     fastkv.patch(model, "keydiff", 400)
     conversation.reset()
-    text = torch.zeros(1, 0, dtype=torch.long)
+    text = torch.tensor([chat.facts.start_of(tokenizer)])
     for number, said in enumerate(words):
         new = tokenizer(said if not number else f"\n{said}", return_tensors="pt", add_special_tokens=False).input_ids
         text = torch.cat([text, new], 1)
@@ -107,7 +107,7 @@ def test_the_whole_is_what_one_prompt_would_be(conversation):
 
 
 def test_an_answer_can_be_ended(conversation):
-    conversation.words = 10_000
+    conversation.words = 8_000
     seen = []
 
     def put(ids):
@@ -120,6 +120,28 @@ def test_an_answer_can_be_ended(conversation):
     assert conversation.stopped and 4 <= len(seen) <= 6 and signal.getsignal(signal.SIGINT) is before
     conversation.words = 2
     conversation.answer("and")  # it goes on
+
+
+def test_what_generate_is_given(conversation, monkeypatch):
+    """The end of an answer lies where the answer does; positions that the model does not know are refused."""
+    told = {}
+
+    def generate(ids, **how):
+        told.update(how, ids=ids)
+        raise InterruptedError
+
+    monkeypatch.setattr(conversation.model, "generate", generate)
+    with pytest.raises(InterruptedError):
+        conversation.answer("the river")
+    (ends,) = told["stopping_criteria"]
+    assert ends(torch.empty(1, 3, device="meta"), None).device.type == "meta" and told["use_cache"]
+    monkeypatch.setattr(conversation.tokenizer, "chat_template", None)
+    monkeypatch.setattr(chat.facts, "start_of", lambda tokenizer: [3])
+    with pytest.raises(InterruptedError):
+        conversation.answer("the river")
+    assert told["ids"][0, 0] == 3 and told["ids"].shape[1] == 3
+    conversation.words = 8_192
+    raises("at most 8192 tokens for this model .*/reset begins anew", conversation.answer, "and")
 
 
 @pytest.mark.parametrize("words,said", [("/save", "needs a file"), ("/what", "no command /what"), ("/load /no", "/no")])

@@ -3,6 +3,7 @@
 import re
 import resource
 import shlex
+import signal
 import subprocess
 import sys
 from argparse import Namespace
@@ -113,6 +114,11 @@ def test_a_mistake_gives_one_sentence_and_code_2_and_writes_nothing(line, capsys
     assert len(told.err.splitlines()) == 1 and told.err.startswith("fastkv") and not told.err.rstrip().endswith(".")
     assert said in told.err
     assert {path for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_interrupted(capsys, monkeypatch):
+    monkeypatch.setattr("fastkv.lab.doctor.run", lambda options: signal.raise_signal(signal.SIGINT))
+    assert main(["doctor"]) == 130 and capsys.readouterr().err == "fastkv doctor: interrupted\n"
 
 
 ASK = ("--ask", "What is this?", "a text", "--ask", "And then?", "7")

@@ -1,6 +1,8 @@
 """Shares of heads: how they are found, what they come to in tokens, the file, and the caches that follow them."""
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -559,6 +561,10 @@ def test_shares_that_are_known_are_found_and_none_are_made(own, tmp_path, monkey
         assert repr(calibrate.known_shares(model)) == repr(shares)
     replace(shares, weights="0" * 16).save(tmp_path / "model" / "heads.safetensors")
     refused("weights", calibrate.known_shares, model)
+    other = replace(shares, weights="0" * 16)
+    assert repr(calibrate.known_shares(build("llama").half(), tmp_path / "model" / "heads.safetensors")) == repr(other)
+    monkeypatch.setattr(Path, "is_file", partial(pytest.fail, "raises where nobody may look"))
+    calibrate.known_shares(model, tmp_path / "heads" / f"{shares.weights}.safetensors")
 
 
 def test_the_command(own, tmp_path, monkeypatch, capsys):

@@ -79,7 +79,7 @@ def test_an_answer_ends_where_the_model_says(parts, monkeypatch):
 def test_decoding_is_greedy_whatever_the_model_says(parts, monkeypatch):
     ask = made(parts, policy="keydiff", budget=64, max_new_tokens=3)
     want = ask("the river"), ask(context="the river", question="what")
-    for name, value in (("num_beams", 3), ("do_sample", True), ("return_dict_in_generate", True)):
+    for name, value in (("num_beams", 3), ("do_sample", True), ("return_dict_in_generate", True), ("use_cache", False)):
         monkeypatch.setattr(parts[0].generation_config, name, value)
     assert (ask("the river"), ask(context="the river", question="what")) == want
 

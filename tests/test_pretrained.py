@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastkv
@@ -79,18 +80,22 @@ def test_a_damaged_package_is_noticed_and_nothing_written(home, monkeypatch):
     assert not home.exists()
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "stop"])
+FULL = "No space left on device"
+
+
+@pytest.mark.parametrize("error", [OSError(28, FULL), SafetensorError(FULL), KeyboardInterrupt()], ids=type)
 def test_nothing_is_left_half_written(error, home, monkeypatch):
     def fail(self, folder, **options):
         (folder / "config.json").write_text("{}")
         raise error
 
     monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", fail)
-    with pytest.raises(FastKVError if isinstance(error, OSError) else KeyboardInterrupt) as stopped:
+    stop = isinstance(error, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt if stop else FastKVError) as stopped:
         pretrained.load("smollm2")
     assert not list(home.iterdir())
-    if isinstance(error, OSError):
-        assert "No space left on device" in str(stopped.value) and "XDG_CACHE_HOME" in str(stopped.value)
+    if not stop:
+        assert FULL in str(stopped.value) and "XDG_CACHE_HOME" in str(stopped.value)
 
 
 def test_who_is_faster_wins(home, monkeypatch):

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import re
 import signal
 import struct
@@ -366,6 +367,7 @@ def test_what_cannot_be_saved(tmp_path):
     read_prompt(model, cache=cache)
     raises("cannot be written", cache.save, tmp_path / "no" / "directory")
     raises("cannot be written", cache.save, tmp_path)
+    raises("cannot be written", cache.save, os.devnull)  # which would become a file
     cache.workspace.parallel = Parallel(0, 2)
     raises("by one process, but 2 share this model's heads; load it without", cache.save, path)
     raises("by one process, but 2 share this model's heads; load it without", saved.read, path, cache, model)

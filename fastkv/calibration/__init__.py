@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -110,7 +111,8 @@ def user_cache(kind: str) -> Path:
 def check_writable(path: Any) -> Path:
     """The path. Raises: FastKVError if no file can be written there, before somebody works for it."""
     file = Path(path) if isinstance(path, (str, os.PathLike)) else None
-    if file is None or file.is_dir() or not os.access(file.parent, os.W_OK):
+    other = file is not None and os.path.exists(file) and not os.path.isfile(file)  # a device would be replaced, too
+    if file is None or other or not os.access(file.parent, os.W_OK):
         raise FastKVError(f"{path!s} cannot be written; choose a file in a directory that exists and is writable")
     return file
 
@@ -121,9 +123,9 @@ def replace_file(path: Any, content: bytes) -> None:
     Raises: FastKVError if that fails; what was there before is then still there.
     """
     path = check_writable(path)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh = path.with_name(f".{path.name}.{uuid4().hex[:8]}")
     try:
-        with open(fresh, "wb") as file:
+        with open(fresh, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -371,9 +373,9 @@ def _scaled(rest: Tensor, total: float, most: float) -> Tensor:
 
 
 def weights_digest(model: Any) -> str:
-    """16 hexadecimal digits that differ between fine-tunes of a model, but not between its dtypes and devices.
+    """16 hexadecimal digits that differ between fine-tunes of a model, but not between its devices and dtypes.
 
-    Of each parameter up to 64 numbers are looked at, rounded to bfloat16.
+    Of each parameter up to 64 numbers are looked at, rounded to bfloat16. After float16 they may be others.
     """
     named = sorted(model.named_parameters())
     return digest_of(model.config, (parameter.detach() for _, parameter in named if not parameter.is_meta))

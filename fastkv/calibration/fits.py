@@ -312,7 +312,7 @@ class QualityCurve:
 
         Raises: FastKVError for a file that is not one, of a later format, of another model, or without the policy.
         """
-        curves = _curves_in(Path(path))
+        curves = curves_in(Path(path))
         fitted = next(iter(curves.values()))
         check_fitted(path, fitted.fingerprint, fitted.model, config, "context")
         if policy not in curves:
@@ -329,7 +329,7 @@ def save_curves(path: str | os.PathLike[str], curves: Iterable[QualityCurve]) ->
     Raises: FastKVError for curves of several models, or for a file that holds something else or cannot be written.
     """
     path = Path(path)
-    merged = {**(_curves_in(path) if path.exists() else {}), **{curve.policy: curve for curve in curves}}
+    merged = {**(curves_in(path) if path.exists() else {}), **{curve.policy: curve for curve in curves}}
     models = {curve.fingerprint: curve.model for curve in merged.values()}
     if len(models) != 1:
         raise FastKVError(
@@ -342,7 +342,7 @@ def save_curves(path: str | os.PathLike[str], curves: Iterable[QualityCurve]) ->
     replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
-def _curves_in(path: Path) -> dict[str, QualityCurve]:
+def curves_in(path: Path) -> dict[str, QualityCurve]:
     """All curves of a file, by policy; at least one. Raises FastKVError for whatever is not such a file."""
     again = "delete it and run fastkv calibrate context"
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ..api import ends_of, patch
 from ..errors import FastKVError
 from ..integrations.transformers.cache import FastKVCache
 from ..integrations.transformers.stock import CACHE
-from . import common
+from . import common, facts
 
 HELP = """/stats        settings, tokens seen and kept, bytes
 /save FILE    write the conversation's cache
@@ -32,27 +33,31 @@ class Conversation:
     """A model, the cache of what was said, and the tokens of it that the cache has not read yet.
 
     Attributes: read: [1, N] int64, tokens of the cache, 0 where they came from a file.  pending: [1, T] int64.
-        ended: whether the last answer ended by itself.
+        ended: whether the last answer ended by itself, with one of the tokens `ends`.
     """
 
     def __init__(self, model: Any, tokenizer: Any, words: int) -> None:
         self.model, self.tokenizer, self.words = model, tokenizer, words
         self.cache = FastKVCache(model)
         self.read = self.pending = torch.zeros(1, 0, dtype=torch.long, device=model.device)
-        self.ended = self.stopped = False
+        self.ends, self.ended, self.stopped = [tokenizer.decode([one]) for one in ends_of(model)], False, False
 
     @torch.no_grad()
     def answer(self, said: str, streamer: Any = None) -> str:
         """The model's answer to a message, drawn as its generation config says."""
-        words = turn(self.tokenizer, said, first=not self.cache.get_seq_length(), ended=self.ended)
-        new = self.tokenizer(words, return_tensors="pt", add_special_tokens=False).input_ids.to(self.model.device)
-        ids = torch.cat([self.read, self.pending, new], 1)  # `generate` reads those that the cache has not seen
+        first = not self.cache.get_seq_length()
+        words = turn(self.tokenizer, said, first, self.ends if self.ended else ())
+        new = facts.start_of(self.tokenizer) if first and self.tokenizer.chat_template is None else []
+        new += self.tokenizer(words, add_special_tokens=False)["input_ids"]
+        ids = torch.cat([self.read, self.pending, self.read.new_tensor([new])], 1)  # `generate` reads what is new
+        longest, name = ids.shape[1] + self.words, "this model (/reset begins anew)"
+        common.check_length("a conversation with its next answer", longest, self.model, name)
         self.stopped = False
         how = {"attention_mask": torch.ones_like(ids), CACHE: self.cache, "max_new_tokens": self.words}
-        how["stopping_criteria"] = [lambda so_far, scores: torch.full(so_far.shape[:1], self.stopped)]
+        how["stopping_criteria"] = [lambda so_far, scores: so_far.new_full((1,), self.stopped, dtype=torch.bool)]
         before = signal.signal(signal.SIGINT, lambda *_: setattr(self, "stopped", True))  # Ctrl-C ends the answer
         try:
-            made = self.model.generate(ids, **how, streamer=streamer, return_dict_in_generate=True)
+            made = self.model.generate(ids, **how, use_cache=True, streamer=streamer, return_dict_in_generate=True)
         finally:
             signal.signal(signal.SIGINT, before)
         reply, self.cache = made.sequences[0, ids.shape[1] :], made.past_key_values
@@ -69,9 +74,10 @@ class Conversation:
     def save(self, path: str) -> None:
         """Write the cache, which reads first what it has not read yet. Raises: FastKVError as `FastKVCache.save`."""
         if self.pending.shape[1]:
-            end, cut = self.tokenizer.eos_token, turn(self.tokenizer, "", first=False, ended=False)
-            if not self.ended and end and cut.startswith(end):  # as `load` expects
-                token = self.pending.new_tensor([[self.tokenizer.eos_token_id]])
+            cut = turn(self.tokenizer, "", first=False)
+            found = [one for one in self.ends if cut.startswith(one)]
+            if found and not self.ended:  # as `load` expects
+                token = self.pending.new_tensor([[self.tokenizer.convert_tokens_to_ids(found[0])]])
                 self.pending, self.ended = torch.cat([self.pending, token], 1), True
             self.model(self.pending, **{CACHE: self.cache})
             self.read, self.pending = torch.cat([self.read, self.pending], 1), self.pending[:, :0]
@@ -84,9 +90,11 @@ class Conversation:
         self.pending, self.ended = self.pending[:, :0], True
 
 
-def turn(tokenizer: Any, said: str, first: bool, ended: bool) -> str:
-    """What is fed for a message: the end of the answer before it, if that was cut, the message, and the opening of the
-    next answer, as the tokenizer's chat template has them.
+def turn(tokenizer: Any, said: str, first: bool, ended: Collection[str] = ()) -> str:
+    """What is fed for a message: the end of the answer before it, the message, and the opening of the next answer, as
+    the tokenizer's chat template has them.
+
+    Args: ended: tokens one of which that answer has at its end already; none if it was cut.
     """
     if tokenizer.chat_template is None:
         return said if first else f"\n{said}"
@@ -101,8 +109,7 @@ def turn(tokenizer: Any, said: str, first: bool, ended: bool) -> str:
     if not (before.startswith(f"{opening}!") and whole.startswith(before)):
         return str(applied([message], add_generation_prompt=True))
     closing = before[len(opening) + 1 :]
-    if ended and tokenizer.eos_token and closing.startswith(tokenizer.eos_token):
-        closing = closing[len(tokenizer.eos_token) :]
+    closing = next((closing.removeprefix(one) for one in ended if one and closing.startswith(one)), closing)
     return f"{closing}{whole[len(before) :]}"
 
 

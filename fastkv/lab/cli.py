@@ -395,6 +395,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FastKVError as error:
         print(f"fastkv {words[0]}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"fastkv {words[0]}: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -235,9 +236,11 @@ class Results:
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder of --out. Raises FastKVError if that is not possible."""
+    """Make the folder of --out. Raises FastKVError if that is not possible, or if nothing can be written there."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(0, "no permission")
     except OSError as error:
         raise FastKVError(f"cannot write to {path} ({error.strerror}); choose another directory") from error
 

@@ -31,6 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .. import FastKVError, patch, patched
 from ..api import answers
+from ..calibration import check_writable
 from ..config import POLICY
 from ..integrations.transformers.stock import CACHE
 from . import common, facts
@@ -176,6 +177,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
         with patched(model, POLICY, common.to_budget(budget)):
             common.check_first(model)
     common.make_folder(options.picture.parent)
+    check_writable(options.picture)
     chosen = (
         f"They are of {TRIED} that were tried with SmolLM2 before any smaller cache was asked: its full cache answers "
         "them, and without the document it does not. "

@@ -24,7 +24,7 @@ from ..errors import FastKVError
 from ..integrations.transformers import TESTED, check, modules, stock
 from ..integrations.transformers.cache import build_layers
 from ..integrations.transformers.layer import FastKVLayer
-from .pretrained import first_line, place
+from .pretrained import UNREADABLE, first_line, place
 
 Lines = dict[str, str]
 # Beside fastkv and torch; the last four hold attention on GPUs, and kernels of the hub.
@@ -122,7 +122,7 @@ def without_weights(path: str, attention: str | None) -> Any:
             return auto.from_config(config, attn_implementation=attention)
     except FastKVError:
         raise
-    except (ImportError, OSError, ValueError) as error:
+    except UNREADABLE as error:
         raise FastKVError(
             f"cannot read the config of {path} ({first_line(error)}); give a directory with a config.json"
         ) from error

@@ -325,7 +325,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[dic
     common.caches_of(options)
     common.make_folder(options.out)
     model, tokenizer = common.load(options.model)
-    common.check_length("context", options.context, model, options.model)
+    common.check_length("context", options.context + bool(options.question) * options.steps, model, options.model)
     texts, rows = texts_of(model, tokenizer, options), []
     for cache, _ in common.each(model, common.caches_of(options, model), console):
         if cache.policy == common.FULL:

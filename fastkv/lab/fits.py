@@ -26,7 +26,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -38,7 +38,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import policies
 from ..api import patched
 from ..budget import Budget
-from ..calibration import check_writable, describe, fingerprint, kv_shapes
+from ..calibration import check_fitted, check_writable, describe, fingerprint, kv_shapes
 from ..calibration import fits as files
 from ..calibration.fits import QualityCurve, QueryCalibration, VectorMap, context_nll, required_r2, retained
 from ..errors import FastKVError
@@ -91,6 +91,7 @@ def written(options: argparse.Namespace, console: Console, fit: Callable[..., T]
     """What `fit(model, batches)` makes of the text of the options, in the file of the options."""
     check_writable(options.out)
     model, tokenizer = common.load(options.model)
+    common.check_length("length", options.length, model, options.model)
     batches = sequences(options.text, tokenizer, options.length, options.tokens)
     with common.progress(console) as shown:
         fitted = fit(model, shown.track(batches, options.tokens // options.length, description="reading"))
@@ -406,7 +407,9 @@ def english_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> 
     owners = list(map(" ".join, zip(rng.sample(WORDS["adjectives"], num), rng.sample(WORDS["nouns"], num))))
     codes = [f"{rng.randrange(1000, 10000)}-{rng.randrange(1000, 10000)}" for _ in owners]
     sentences = [f"The access code of the {owner} is {code}." for owner, code in zip(owners, codes)]
-    filler = (prose(rng), cycle(islice(prose(rng), 2)), _log(rng))
+    draw = rng.randrange
+    log = (f"Entry {draw(10**6):06d} reads {' '.join(str(draw(10, 100)) for _ in range(8))}." for _ in count())
+    filler = (prose(rng), cycle(islice(prose(rng), 2)), log)
     room = length - sum(map(tokens, sentences))
     while room > 0:
         sentences.append(next(filler[seed % len(filler)]))
@@ -415,12 +418,6 @@ def english_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> 
     asked = rng.sample(range(num), min(QUESTIONS, num))
     questions = [f"Question: What is the access code of the {owners[one]}? Answer:" for one in asked]
     return Sample(" ".join(sentences), tuple(questions), tuple(f"{codes[one]}." for one in asked))
-
-
-def _log(rng: random.Random) -> Iterator[str]:
-    """Lines that nobody could predict."""
-    while True:
-        yield f"Entry {rng.randrange(10**6):06d} reads {' '.join(str(rng.randrange(10, 100)) for _ in range(8))}."
 
 
 @torch.no_grad()
@@ -536,7 +533,9 @@ def run_context(options: argparse.Namespace) -> None:
     common.make_folder(options.out)
     model, tokenizer = common.load(options.model)
     common.check_length("lengths", max(options.lengths), model, options.model)
-    shape, words = fingerprint(model.config), describe(model.config)
+    shape, words, file = fingerprint(model.config), describe(model.config), options.out / "context.json"
+    for curve in files.curves_in(file).values() if file.exists() else ():  # to which those measured here are added
+        check_fitted(file, curve.fingerprint, curve.model, model.config, "context")
     settings = {name: getattr(options, name) for name in ("lengths", "samples", "seed")}
     fitted: list[QualityCurve] = []
     with common.progress(console) as progress:
@@ -553,6 +552,5 @@ def run_context(options: argparse.Namespace) -> None:
             f"{curve.policy:<12} alpha {curve.alpha:8.3f}  beta {curve.beta:8.3f}  residual {curve.residual:.3f}  "
             f"triples {curve.triples}"
         )
-    file = options.out / "context.json"
     files.save_curves(file, fitted)
     console.print(f"{file} written. Use it with\nfastkv.Budget(quality=0.95, calibration={str(file)!r}).")

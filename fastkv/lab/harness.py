@@ -136,7 +136,8 @@ class FastKVLM(HFLM):
             )
         tokens = how.get("max_gen_toks", self.max_gen_toks)
         said = self.tok_decode(reading.answered(self.model, self.tokenizer, prompt, asked, tokens))
-        for stop in filter(None, how.get("until") or []):
+        until = how.get("until") or []
+        for stop in filter(None, [until] if isinstance(until, str) else until):
             said = said.partition(stop)[0]
         return str(said)
 

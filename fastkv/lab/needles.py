@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..api import GREEDY
 from ..integrations.transformers.stock import CACHE
 from . import common, reading, ruler
 from .reading import cache_bytes
@@ -72,9 +73,8 @@ def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample: S
     else:
         read = tokenizer(sample.prompt, return_tensors="pt", verbose=False).to(model.device)
         inputs = {name: read[name] for name in ("input_ids", "attention_mask")}
-        how = {"do_sample": False, "pad_token_id": tokenizer.eos_token_id}
-        whole = model.generate(**inputs, max_new_tokens=sample.tokens_to_generate, **how)  # type: ignore[operator]
-        written = whole[0, inputs["input_ids"].shape[1] :]
+        how = {"max_new_tokens": sample.tokens_to_generate, "pad_token_id": tokenizer.eos_token_id} | GREEDY
+        written = model.generate(**inputs, **how)[0, inputs["input_ids"].shape[1] :]  # type: ignore[operator]
     return str(tokenizer.decode(written, skip_special_tokens=True))
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..calibration import user_cache
@@ -33,6 +34,7 @@ WEIGHTS = "model.safetensors"
 RECORDED = "model.safetensors.sha256"  # what the weights' digest was when they were written
 ADVICE = f"give {SMOLLM2}, a directory that save_pretrained wrote, or a .gguf file"
 
+UNREADABLE = (ImportError, KeyError, OSError, TypeError, ValueError, struct.error, SafetensorError)
 NO_TOKENIZER = "write it beside the model with tokenizer.save_pretrained, or choose another model"
 
 
@@ -60,11 +62,11 @@ def place(name: str | Path) -> tuple[str, dict[str, str]]:
     if name == SMOLLM2:
         return str(unpacked()), {}
     if path.suffix == ".gguf":
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise FastKVError(f"cannot load a model from {name}, there is no such file; {ADVICE}")
         check_installed(f"reading {name}", "gguf")
         return str(path.parent), {"gguf_file": path.name}
-    if not path.exists() and (path.is_absolute() or len(path.parts) != 2 or path.parts[0] in (".", "..")):
+    if not os.path.exists(path) and (path.is_absolute() or len(path.parts) != 2 or path.parts[0] in (".", "..")):
         raise FastKVError(f"cannot load a model from {name}, there is nothing; {ADVICE}")
     return str(name), {}
 
@@ -135,10 +137,10 @@ def unpack(path: Path, made: Path) -> None:
         (fresh / RECORDED).write_text(f"{sha256(fresh / WEIGHTS)}\n")
         if not made.is_dir():  # or another process was faster
             os.rename(fresh, made)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         if not made.is_dir():
             raise FastKVError(
-                f"cannot write {made} ({error.strerror or error}), nothing of it is left; make room for 540 MB, or set "
+                f"cannot write {made} ({first_line(error)}), nothing of it is left; make room for 540 MB, or set "
                 "XDG_CACHE_HOME to another directory"
             ) from error
     finally:
@@ -160,7 +162,7 @@ def loading(what: str, advice: str) -> Iterator[None]:
     transformers.utils.logging.disable_progress_bar()
     try:
         yield
-    except (ImportError, KeyError, OSError, TypeError, ValueError, struct.error) as error:
+    except UNREADABLE as error:
         raise FastKVError(f"cannot load {what} ({first_line(error)}); {advice}") from error
     finally:
         transformers.utils.logging.enable_progress_bar()

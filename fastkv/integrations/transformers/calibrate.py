@@ -17,6 +17,7 @@ lower convex hulls of these curves: the tokens go where they save most, until th
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -201,8 +202,8 @@ def curves(model: Any, ids: Tensor, seed: int, progress: Callable[[int], None], 
                 nonlocal done
                 fed = out.last_hidden_state.shape[1]
                 log_probs = softcapped(head(out.last_hidden_state)[0].float(), softcap).log_softmax(-1)
-                drawn = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator).to(ids.device)
-                there = behind[0, done : done + fed]
+                drawn = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator).to(log_probs.device)
+                there = behind[0, done : done + fed].to(log_probs.device)  # the head may be on another device
                 losses = log_probs[:-1].gather(-1, there[1:, None]).sum(), log_probs.gather(-1, drawn).sum()
                 outputs = [prompt.output for prompt in held]
                 for loss, total in enumerate(losses):
@@ -216,7 +217,7 @@ def curves(model: Any, ids: Tensor, seed: int, progress: Callable[[int], None], 
             # Layers of transformers write their new state over the one that they have just read.
             with torch.enable_grad(), torch.autograd.graph.allow_mutation_on_saved_tensors():
                 read_again(base, cache, held, behind, torch.ones_like(behind), chunk=CHUNK, after=add)
-    made = torch.cat([prompt.curves.transpose(0, 1) for prompt in held]).double().cpu()  # [heads, 2, P]
+    made = torch.cat([prompt.curves.transpose(0, 1).cpu() for prompt in held]).double()  # [heads, 2, P]
     if not made.isfinite().all():
         raise FastKVError(
             "calibrate_heads needs finite gradients, got others; load the model in bfloat16 or float32, or use "
@@ -389,21 +390,27 @@ def known_shares(model: Any, wanted: str | Path = "calibrated") -> HeadShares | 
     Raises: FastKVError if a file is damaged or of other weights.
     """
     alone = Parallel.of(model).size == 1  # a process with a part of the weights cannot know whose they are
-    return stored_shares(model.config, weights_digest(model) if alone else None, wanted)
+    weights, rounded = weights_digest(model) if alone else None, model.dtype == torch.float16
+    return stored_shares(model.config, weights, wanted, compared=not rounded)
 
 
-def stored_shares(known: Any, weights: str | None, wanted: str | Path = "calibrated") -> HeadShares | None:
-    """`known_shares` of the model with that config and digest of the weights, None where they are not known."""
+def stored_shares(
+    known: Any, weights: str | None, wanted: str | Path = "calibrated", compared: bool = True
+) -> HeadShares | None:
+    """`known_shares` of the model with that config and digest of the weights, None where they are not known.
+
+    compared: whether the digest is that of the weights as they were before somebody rounded them.
+    """
     file = Path(wanted)
     if wanted == "calibrated":
         digested = () if weights is None else (KNOWN, user_cache("heads"))
         files = [beside(known, HEADS_FILE), *(folder / f"{weights}.safetensors" for folder in digested)]
-        found = [file for file in files if file.is_file()]
+        found = [file for file in files if os.path.isfile(file)]  # also where nobody may look
         if not found:
             return None
         file = found[0]
     shares = HeadShares.load(file, known)
-    if weights is not None and shares.weights != weights:
+    if compared and weights is not None and shares.weights != weights:
         raise FastKVError(
             f"{file} was calibrated for other weights of {shares.model} ({shares.weights}), got {weights}; calibrate "
             "these with fastkv calibrate heads, or use Budget(heads='uniform')"
