@@ -59,6 +59,11 @@ def follows_rows(name: str, backend: str, device: str) -> bool:
     return name in getattr(module, "FOLLOWS_ROWS", ())
 
 
+def autocasts(device: torch.device) -> bool:
+    """Whether torch would compute there in another precision than it is told."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 @cache
 def why_no_triton() -> str | None:
     """Why the kernels cannot be compiled here, in a few words; None if they can."""

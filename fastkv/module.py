@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import scaled_dot_product_attention
 
-from .backend import check_backend
+from .backend import autocasts, check_backend
 from .budget import Budget
 from .cache import CacheWorkspace
 from .cache.layer import LayerCache
@@ -160,6 +160,9 @@ class FastKVAttention(Module):
             mask [B, T]: false for padding, whose output is meaningless; None without padding.
         Raises: FastKVError if shapes, dtype or device do not fit the state.
         """
+        if autocasts(q.device):
+            with torch.autocast(q.device.type, enabled=False):
+                return self.forward(q, k, v, mask)
         q, k, v = q.detach(), k.detach(), v.detach()
         self._check_tokens(q, k, v, mask)
         if not self.cache.started or q.shape[2] != 1 or mask is not None:
@@ -258,6 +261,11 @@ class FastKVAttention(Module):
             raise FastKVError(
                 f"{NAME}: the budget follows the first prompt, whose length is not known yet; pass "
                 "allocate(..., prompt=length) or let the first forward allocate"
+            )
+        if prompt is None and config.budget.shared is not None and config.budget.context is None:
+            raise FastKVError(
+                f"{NAME}: heads share slots as the length of the text demands, which is not known yet; pass "
+                "allocate(..., prompt=length), give Budget(context=...) or let the first forward allocate"
             )
         like = torch.empty(batch_size, self.num_kv_heads, 0, self.head_dim, device=device, dtype=dtype)
         groups = self.num_heads // self.num_kv_heads

@@ -9,6 +9,7 @@ import fastkv
 from .families import tiny
 from .models import FAMILIES, LATENT, VOCAB, build, compressed_layers, generate, prompt, raises, small
 from .pairwise import named
+from .test_head_shares import shares_of
 from .test_vector_cache import mapping
 
 EVERY = 4
@@ -202,6 +203,11 @@ def test_captured_steps_refuse_what_they_cannot():
     raises("needs a FastKVCache, got DynamicCache", fastkv.capture_decode, model, DynamicCache(), 2)
     fastkv.patch(model, "momentkv", fastkv.Budget(keep=0.5, sinks=2, recent=4), static=True)
     raises("depends on its prompt, got an empty cache", fastkv.capture_decode, model, fastkv.FastKVCache(model), 2)
+    fastkv.patch(model, "momentkv", small(heads=shares_of(model)), static=True)
+    raises("give Budget\\(context", fastkv.capture_decode, model, fastkv.FastKVCache(model), 2)
+    fastkv.patch(model, "momentkv", small(heads=shares_of(model), context=60), static=True)
+    fastkv.capture_decode(model, fastkv.FastKVCache(model), 2)
+    fastkv.patch(model, "momentkv", fastkv.Budget(keep=0.5, sinks=2, recent=4), static=True)
     cache = model(ids).past_key_values
     raises("holds 2 sequences, got batch_size=3", fastkv.capture_decode, model, cache, 3)
     step = fastkv.capture_decode(model, cache, 2)

@@ -8,7 +8,7 @@ import fastkv
 from fastkv.integrations.transformers import stock
 from fastkv.integrations.transformers.attention import NAME
 
-from .models import COMBINATIONS, build, compressed_layers, generate, prompt, small
+from .models import COMBINATIONS, build, compressed_layers, generate, prompt, raises, small
 from .pairwise import covering
 
 # Every day with one attention function each; `tests.families` tries both.
@@ -142,6 +142,46 @@ def test_bound_and_conservation(kind, block):
     # RoPE goes on at the true position of each row, not at the number of stored tokens.
     last = watch.positions[-1]
     assert torch.equal(last[:, -1].expand(3), seen[:, 0] - 1)
+
+
+@pytest.mark.parametrize("policy", ["fastkv", "criticalkv", "fastkv-reread"])
+def test_autocast_reaches_attention_and_nothing_else(policy):
+    """A cache that keeps everything answers as the stock model does in bfloat16, whose sums are in another order; one
+    that evicts scores as without autocast."""
+    model, (ids, _) = build("llama"), prompt(2, 60, (0, 0))
+    with torch.autocast("cpu", torch.bfloat16):
+        want = model(ids).logits[:, -1]
+    for budget in (fastkv.Budget(tokens=400, heads="uniform"), small()):
+        fastkv.patch(model, policy, budget, evict_every=4)
+        with torch.autocast("cpu", torch.bfloat16):
+            cache = model(ids[:, :40]).past_key_values
+            model(ids[:, 40:59], past_key_values=cache)
+            got = model(ids[:, 59:], past_key_values=cache).logits[:, -1]
+            for token in ids[0, :8]:
+                model(token.expand(2, 1), past_key_values=cache)
+        assert cache.compressed[0].state.exact.dtype == torch.bfloat16
+        if budget.tokens == 400:
+            torch.testing.assert_close(got, want, atol=0.1, rtol=0)
+
+
+def test_autocast_over_latents_is_refused():
+    model = fastkv.patch(build("deepseek_v3"), "keydiff", small())
+    with torch.autocast("cpu", torch.bfloat16):
+        raises("not compressed under autocast", model, prompt(1, 30, (0,))[0])
+
+
+def test_a_mask_that_was_made_for_a_longer_text():
+    """Its first columns count, as with stock caches."""
+    model, (ids, mask) = build("llama"), prompt(2, 40, (0, 7))
+    fastkv.patch(model, "keydiff", small(), evict_every=4)
+    found = []
+    for more in (0, 30):
+        cache, logits = fastkv.FastKVCache(model), []
+        for start, stop in ((0, 38), (38, 39), (39, 40)):
+            given = torch.cat([mask[:, :stop], torch.zeros(2, more, dtype=torch.long)], 1)
+            logits.append(model(ids[:, start:stop], attention_mask=given, past_key_values=cache).logits[:, -1])
+        found.append(torch.stack(logits))
+    assert torch.equal(*found)
 
 
 def test_keep_share_counts_the_whole_prompt_in_both_modes():

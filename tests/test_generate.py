@@ -186,3 +186,7 @@ def test_assisted_decoding_is_lossless(name, block):
     total = layer.state.exact.lengths + layer.state.moments.count
     assert torch.equal(total, torch.full_like(total, cache.get_seq_length()))
     assert int(layer.state.exact.lengths.max()) <= 20 + 16
+    model(ids[:, :3], past_key_values=cache)
+    seen = cache.get_seq_length()
+    layer.crop(seen + 40)  # the length to keep, which is more than there is
+    assert layer.get_seq_length() == seen

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import fastkv
 from fastkv import Budget, FastKVAttention, FastKVCache, HeadShares, calibrate_heads
+from fastkv.cache.layer import LayerCache
 from fastkv.calibration import KEEPS, describe, fingerprint, weights_digest
 from fastkv.integrations.transformers import calibrate
 
@@ -468,6 +469,46 @@ def test_heads_are_dealt_anew_as_a_text_grows():
         model(ids[:, place : place + 1], past_key_values=cache)
     assert kept(cache)[0].tolist() == dealt(shares, 104) != dealt(shares, 80)  # at 104 > 1.25 * 80, where one was due
     assert sum(layer.cache.nbytes() for layer in cache.compressed) == bytes_then
+
+
+def test_layers_whose_keys_others_read_are_dealt_anew_too():
+    model, (ids, _) = tiny.build("gemma4_text:shared-keys"), prompt(batch=1, length=150, pads=(0,))
+    shares = shares_of(model, heads=(2, 2))
+    patched(model, shares)
+    cache = model(ids[:, :12]).past_key_values
+    for place in range(12, 124):
+        model(ids[:, place : place + 1], past_key_values=cache)
+    source, alone = (layer.cache for layer in cache.compressed)
+    assert source.context == alone.context == 108 and source.kv_sharers != alone.kv_sharers
+    assert kept(cache)[0].tolist() == dealt(shares, 108)
+
+
+def test_a_later_prompt_in_blocks_is_dealt_for_all_of_it():
+    model, (ids, _), found = build("llama"), prompt(batch=1, length=200, pads=(0,)), []
+    shares = shares_of(model)
+    patched(model, shares, prefill_block=32)
+    cache = model(ids[:, :60]).past_key_values
+    with pytest.MonkeyPatch.context() as patch:
+        stock = LayerCache.deal
+        patch.setattr(LayerCache, "deal", lambda self, *how: found.append(stock(self, *how)) or found[-1])
+        model(ids[:, 60:], past_key_values=cache)
+    assert sum(found) == LAYERS and kept(cache)[0].tolist() == dealt(shares, 200)
+
+
+def test_a_copy_of_a_block_that_may_be_taken_back_is_its_own():
+    """Slots are dealt where the block lies."""
+    model, (ids, _) = build("llama"), prompt(batch=1, length=60, pads=(0,))
+    patched(model, shares_of(model), backend="reference")
+    cache, alone = FastKVCache(model), FastKVCache(model)
+    for one in (cache, alone):
+        one.activate_past_recording()
+        model(ids, past_key_values=one)
+    twin = cache.clone()
+    cache.crop(0)
+    for one in (twin, alone):
+        one.crop(-3)
+    for one, other in zip(twin.compressed, alone.compressed):
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(one.state.named_tensors(), other.state.named_tensors()))
 
 
 def test_after_a_reset_heads_are_dealt_for_the_next_text():

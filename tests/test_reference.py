@@ -156,6 +156,7 @@ def test_window_attention_is_causal_ignores_padding_and_shares_with_the_evicted(
 def test_random_depends_on_seed_layer_head_and_position_only():
     positions = torch.arange(1000, dtype=torch.int32).expand(2, 3, 1000)
     scores = random_scores(positions, seed=1, stream=2)
+    assert torch.equal(random_scores(positions, seed=1 + 2**44, stream=2), scores)  # of milliseconds since 1970, say
     assert torch.equal(scores[0], scores[1])
     assert torch.equal(scores[:1, :, 100:200], random_scores(positions[:1, :, 100:200], seed=1, stream=2))
     others = [random_scores(positions, seed=2, stream=2), random_scores(positions, seed=1, stream=3)]

@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import fastkv
 from fastkv.integrations.transformers.attention import window_attention
 
-from .models import build, prompt
+from .models import build, prompt, small
 
 B, HQ, HKV, D, N = 2, 6, 2, 8, 11
 
@@ -62,6 +62,12 @@ def test_a_step_copies_no_keys(static):
     longer = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
     heads = attended(model, cache, ids[:, :1], attention_mask=longer, position_ids=torch.full((len(mask), 1), 50))
     assert heads == [model.config.num_key_value_heads] * 2
+
+
+def test_an_empty_cache_may_be_copied_for_more_sequences():
+    model, ids = fastkv.patch(build("gemma3"), budget=small(heads="uniform"), static=True), prompt(1, 30, (0,))[0]
+    want = model(ids.expand(2, -1)).logits
+    assert torch.equal(model(ids.expand(2, -1), past_key_values=fastkv.FastKVCache(model).fork(2)).logits, want)
 
 
 @pytest.mark.parametrize("base, name", [("sdpa", "fastkv_window"), ("eager", "eager")])

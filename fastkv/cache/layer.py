@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from ..backend import follows_rows
+from ..backend import autocasts, follows_rows
 from ..errors import FastKVError
 from ..policies import Reread
 from ..reference import LayerState, Moments, Recovery, Slots, Spec, rows_at
@@ -79,6 +80,7 @@ class LayerCache:
         self.workspace, self.static, self.started = workspace, static, False
         self.num_heads, self.leads = 0, plan.place == 0
         self.average = self.context = 0  # tokens per head of all layers, and the text that heads were dealt them for
+        self.length = 0  # tokens so far, as the last step was told
         self.anew = False  # whether that is more than their slots were made for
         self.kv_sharers, self.left = plan.kv_sharers, 0
         self.records = False
@@ -99,19 +101,21 @@ class LayerCache:
         self.context = context
         self.adopt(layout.allocate(keys, values), layout, num_heads)
 
-    def deal(self, context: int) -> None:
+    def deal(self, context: int, growth: float = 1.0) -> bool:
         """Let heads keep what they need of a text of so many tokens: the longer it is, the more they differ.
 
-        Their slots are dealt at the next selection, unless heads do not follow the text. Not for a static cache, whose
-        addresses stay.
+        Their slots are dealt at the next selection. Not for a static cache, whose addresses stay.
+
+        Returns: whether they are; not where heads do not follow the text, nor unless it has grown by this factor.
         """
-        if self.rule is None or not self.follows_text or context <= max(self.context, self.average):
-            return
+        if self.rule is None or not self.follows_text or context <= growth * max(self.context, self.average):
+            return False
         self.context = context
         shares = self.plan.dealt(self.average, context)
         heads, parallel = len(self.rule.layout.tokens), self.plan.parallel
         self.rule = self.rule.keeping(shares[parallel.rank * heads : (parallel.rank + 1) * heads])
         self.anew = True
+        return True
 
     @property
     def follows_text(self) -> bool:
@@ -208,7 +212,8 @@ class LayerCache:
     ) -> None:
         """Make tokens of a prompt part of the state; shapes as in `read`, reread and mass as in `absorb_block`."""
         state, rule = self._held()
-        absorb_block(state, q, k, v, valid, rule, reread, mass, self.anew)
+        with torch.autocast(k.device.type, enabled=False) if autocasts(k.device) else nullcontext():
+            absorb_block(state, q, k, v, valid, rule, reread, mass, self.anew)
         self.anew = False
         self.workspace.clock.restart()
         if state.exact.starts is not None:
@@ -233,15 +238,19 @@ class LayerCache:
         state.fill()
         q, k, v = (in_one_piece(part) for part in (q, k, v))
         out, _, _ = ops.decode_step(q.squeeze(2), k, v, state, rule.spec)
+        self.length = length
         if clock.now.evicts and not self.kv_sharers:
-            if self.follows_text and not self.static and length > GROWTH * max(self.context, self.average):
-                self.deal(length)  # anew, for a text that has grown to so many tokens
-                evict(*self._held(), anew=True)
-                self.anew = False
-                self.prepare()
-            else:
-                evict(state, rule)
+            self._evict()
         return out.unsqueeze(2)
+
+    def _evict(self) -> None:
+        """Shrink every head to its budget; heads are dealt slots anew for a text that has grown."""
+        if not self.static and self.deal(self.length, GROWTH):
+            evict(*self._held(), anew=True)
+            self.anew = False
+            self.prepare()
+        else:
+            evict(*self._held())
 
     # Other layers that attend to the same keys and values.
 
@@ -268,7 +277,7 @@ class LayerCache:
         state, rule = self._held()
         out, _, _ = ops.decode_step(in_one_piece(q).squeeze(2), None, None, state, rule.attending(how).spec)
         if self._looked() and self.workspace.clock.now.evicts:
-            evict(state, rule)
+            self._evict()
         return out.unsqueeze(2)
 
     def attend_shared(self, q: Tensor, how: Attends, stock: Stock) -> Tensor:
@@ -315,7 +324,7 @@ class LayerCache:
     def copied(self, workspace: CacheWorkspace) -> LayerCache:
         """An independent copy, one of the layers of that workspace."""
         twin = copy.copy(self)
-        twin.workspace = workspace
+        twin.workspace, twin.pending = workspace, copy.deepcopy(self.pending)  # slots are dealt where a block lies
         if self.state is not None:
             # The cache's or the model's, not the layer's.
             kept = (self.state.scratch, self.state.recovery, self.state.sink_logits)

@@ -260,7 +260,9 @@ def random_scores(positions: Tensor, seed: int = 0, stream: int = 0) -> Tensor:
     Returns: [B, Hkv, N] fp32, 24 random bits each.
     """
     head = torch.arange(positions.shape[1], device=positions.device, dtype=torch.int64)[:, None]
-    state = positions.to(torch.int64) * 0x9E3779B1 + head * 0x85EBCA77 + (seed * 0xC2B2AE3D + stream * 0x27D4EB2F)
+    state = (
+        positions.to(torch.int64) * 0x9E3779B1 + head * 0x85EBCA77 + (seed * 0xC2B2AE3D + stream * 0x27D4EB2F) % 2**32
+    )
     for multiplier in (0x2C1B3C6D, 0x297A2D39):
         state = state & 0xFFFFFFFF
         state = ((state ^ (state >> 15)) * multiplier) & 0xFFFFFFFF

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ...backend import autocasts
 from ...cache.layout import Attends
 from ...errors import FastKVError
 from . import modules
@@ -158,6 +159,21 @@ def refuse_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> NoReturn
     )
 
 
+def _without_autocast(module: Module, *tokens: Tensor | None, **how: Any) -> tuple[Tensor, Tensor | None]:
+    """`fastkv_attention` of queries, keys and values as autocast gives them to sdpa, and of nothing else."""
+    query, key, value, mask = tokens
+    assert query is not None and key is not None and value is not None
+    if modules.is_latent(module):
+        raise FastKVError(
+            f"{_named(module)} caches latents (MLA), which are not compressed under autocast; load the model in "
+            "bfloat16 instead"
+        )
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind)
+    with torch.autocast(kind, enabled=False):
+        return fastkv_attention(module, query.to(dtype), key.to(dtype), value.to(dtype), mask, **how)
+
+
 def fastkv_attention(
     module: Module,
     query: Tensor,
@@ -178,6 +194,9 @@ def fastkv_attention(
 
     Returns: output [B, T, Hq, Dv] and None (compressed attention yields no weights).
     """
+    if autocasts(query.device):
+        return _without_autocast(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
+                                 softcap=softcap, s_aux=s_aux, fastkv_layer=fastkv_layer, **kwargs)  # fmt: skip
     if kwargs.get("cache") is not None:
         refuse_continuous_batching(module)
     has_latents = modules.is_latent(module)  # key and value are then what `modules.unexpanded` makes

@@ -84,6 +84,9 @@ def base_forward(self: Any, given: dict[str, Any]) -> Any:
             f"attention_mask must have a column for each of the {total} new tokens, and for those before them, got "
             f"{padding.shape[1]}; pass the mask of the whole sequence"
         )
+    if padding is not None and padding.shape[1] > total and padding is not cache.known_mask:
+        if not torch.compiler.is_compiling():  # of one that was made for a longer sequence the first columns count
+            given["attention_mask"] = padding = padding[:, : int(cache.get_seq_length()) + total]
     if hasattr(self, "rope_deltas") and given.get("position_ids") is None and cache.started:
         given["position_ids"] = _next_positions(cache, given, tokens, padding)
     if self._fastkv_prepares:
@@ -295,7 +298,7 @@ def capture_decode(model: Module, cache: FastKVCache, batch_size: int) -> Decode
 
     Args: model: patched.  cache: a static cache of the model (`static=True` where that is not the default).
         batch_size: sequences of the cache.
-    Raises: FastKVError if the cache is not static, holds another number of sequences, or is empty and its size depends
+    Raises: FastKVError if the cache is not static, holds another number of sequences, or is empty and its slots depend
         on the prompt.
     """
     if not isinstance(cache, FastKVCache):
@@ -315,6 +318,11 @@ def capture_decode(model: Module, cache: FastKVCache, batch_size: int) -> Decode
         )
     if not first.cache.started and (config.budget.follows_prompt or config.deferred):
         raise FastKVError("the size of this cache depends on its prompt, got an empty cache; read the prompt first")
+    if not first.cache.started and config.budget.shared is not None and config.budget.context is None:
+        raise FastKVError(
+            "heads share slots as the length of the text demands, got an empty cache; give Budget(context=...), the "
+            "length that they are for, or read a prompt first"
+        )
     return DecodeStep(model, cache, batch_size)
 
 

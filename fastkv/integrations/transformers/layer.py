@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer,
 
 from ...backend import check_backend
 from ...cache import CacheWorkspace
-from ...cache.layer import HeldPrompt, HeldTokens, LayerCache, Stock
+from ...cache.layer import GROWTH, HeldPrompt, HeldTokens, LayerCache, Stock
 from ...cache.layout import Attends
 from ...errors import FastKVError
 from ...policies import Reread
@@ -155,7 +155,7 @@ class FastKVLayer(CacheLayerMixin):
             self.cache.allocate(q.shape[1], k, v, max(self.expected, k.shape[2]))
             self._fix()
         elif not self.cache.static:
-            self.cache.deal(max(self.seen, self.expected))
+            self.cache.deal(max(self.seen, self.expected), GROWTH if self.cache.records else 1.0)
         self.reader.configure(how)
         return self.reader.read(q, k, v, valid, stock)
 
@@ -251,7 +251,7 @@ class FastKVLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Roll back the last -tokens_to_remove tokens; a positive number is the length to keep (until 5.12)."""
-        drop = self.seen - tokens_to_remove if tokens_to_remove > 0 else -tokens_to_remove
+        drop = max(self.seen - tokens_to_remove, 0) if tokens_to_remove > 0 else -tokens_to_remove
         if drop <= 0 and self.cache.pending is None:
             return
         if not self.is_croppable or self.cache.pending is None:  # what was accepted is compressed
@@ -261,7 +261,7 @@ class FastKVLayer(CacheLayerMixin):
             )
         self.cache.accept(drop)
         self.seen -= drop
-        self.cache.started = self.seen > 0
+        self.cache.started = bool(self.seen > 0)
 
     # The batch axis.
 
@@ -438,6 +438,8 @@ class WindowLayer(DynamicSlidingWindowLayer):
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a change of the batch axis."""
+        if self.keys is None:
+            return
         self.keys, self.values = _changed(self.keys, change), _changed(self.values, change)
         if self.ring.rolled:
             self.key_room, self.value_room = self.keys, self.values

@@ -136,7 +136,7 @@ def read_prompt(decoder: Any, cache: FastKVCache, given: dict[str, Any]) -> Any:
     assert prompt is not None
     _check_positions(cache, positions, total)
     for layer in cache.compressed:
-        layer.expected = total
+        layer.expected = total if layer.cache.static else layer.seen + total
     deltas = cache.deltas_after(positions, total, prompt.padding)
     if positions is None and cache.rope_deltas is not None and not cache.started and prompt.padding is not None:
         deltas = total - prompt.padding[:, -total:].long().sum(-1, keepdim=True)  # transformers counts padding
