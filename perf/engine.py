@@ -83,7 +83,8 @@ class Results:
             return results
         old = json.loads(path.read_text())
         wanted = {job.name: (plain(job.case), job.source) for job in planned}
-        if all(old["environment"].get(key) == environment.get(key) for key in SAME):
+        same = (*SAME, "cpu", "threads") if environment.get("device") == "cpu" else SAME
+        if all(old["environment"].get(key) == environment.get(key) for key in same):
             results.rows = [
                 row
                 for row in old["rows"]

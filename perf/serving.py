@@ -34,7 +34,7 @@ OPTIONS = {  # of the three commands
     "length": "tokens of a text or sequence",
     "texts": "how many, twelve questions each",
     "budget": "tokens per KV head that are kept, mean",
-    "budgets": "the same of each compressed cache",
+    "budgets": "the same of each compressed cache; a correction after a colon",
     "slots": "how they are stored",
     "block": "prefill_block",
     "prompts": "lengths of prompts, tokens",

@@ -21,7 +21,7 @@ import yaml
 from fastkv import policies
 from fastkv.lab import facts
 from fastkv.lab.pretrained import load, place
-from perf.engine import ROOT
+from perf.engine import ROOT, digest
 from perf.environment import environment
 
 from . import measure, onward, page, samples, times
@@ -127,12 +127,12 @@ def clock(model: Any, tokenizer: Any, told: dict[str, Any], python: str | None =
     for name, rows in ((page.TIMES, found), (page.HEADS, heads)):
         file = RESULTS / f"{name}.jsonl"
         file.unlink(missing_ok=True)
-        add(file, *(row | told for row in rows))
+        add(file, *(told | row for row in rows))
 
 
 def beside_kvpress(model: Any, tokenizer: Any, where: str, python: str, told: dict[str, Any]) -> None:
     """What kvpress answers on the texts of the first table; see `presses.py`. where: the model's directory."""
-    texts = ROOT / "build" / "leaderboard" / "texts.pt"
+    texts = ROOT / "build" / "leaderboard" / f"texts-{digest('fastkv', 'perf/leaderboard/measure.py')}.pt"
     if not texts.is_file():
         texts.parent.mkdir(parents=True, exist_ok=True)
         samples = [facts.sample(tokenizer, 2048, seed, both=True) for seed in range(page.BESIDE)]

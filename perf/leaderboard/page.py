@@ -59,11 +59,12 @@ def fewest(rows: list[Row]) -> int:
 def scores(cell: list[Row]) -> tuple[float, float, float]:
     """Share of right answers, its standard error over texts (of a ratio of means), and KL along the answers."""
     told = [row for row in cell if row.get("asked")]
-    num, asked = len(told), sum(row["asked"] for row in told)
-    share = sum(row["right"] for row in told) / asked
-    spread = sum((row["right"] - share * row["asked"]) ** 2 for row in told)
+    texts = [chosen(told, seed=seed) for seed in {row["seed"] for row in told}]
+    counts = [[sum(row[part] for row in text) for part in ("right", "asked")] for text in texts]
+    right, asked = map(sum, zip(*counts))
+    spread, num = sum((here - right / asked * of) ** 2 for here, of in counts), len(counts)
     error = math.sqrt(num / (num - 1) * spread) / asked if num > 1 else math.nan
-    return share, error, sum(row["answer_kl"] * row["asked"] for row in told) / asked
+    return right / asked, error, sum(row["answer_kl"] * row["asked"] for row in told) / asked
 
 
 def table_of(rows: list[Row], keeps: Sequence[float]) -> tuple[list[Row], list[float]]:

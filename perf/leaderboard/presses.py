@@ -51,6 +51,7 @@ PRESSES: dict[str, Callable[..., Any]] = {  # given a compression_ratio
 }
 TIMED = ("KeyDiffPress", "KnormPress", "StreamingLLMPress", "SnapKVPress", "ExpectedAttentionPress", "CompactorPress")
 STEPS = 4
+VERSIONS = {name: version(name) for name in ("kvpress", "torch", "transformers")}
 
 
 class Compressed:
@@ -59,7 +60,7 @@ class Compressed:
     def __init__(self, model: Any, prefix: list[int], press: Any) -> None:
         self.model, self.cache, self.seen = model, DynamicCache(), len(prefix)
         with nullcontext() if press is None else press(model):
-            model.model(input_ids=torch.tensor([prefix]), past_key_values=self.cache)
+            model(torch.tensor([prefix]), past_key_values=self.cache, logits_to_keep=1)  # as fastkv's reading ends
         self.sizes = [layer.keys.shape[2] for layer in self.cache.layers]
 
     def logits(self, ids: list[int], after: int = 0) -> Tensor:
@@ -107,8 +108,9 @@ def loaded(where: str) -> Any:
 
 @torch.no_grad()
 def times(tokens: str, where: str) -> None:
-    """For each line of the standard input, "read" or "step", print the seconds of each of `TIMED`."""
+    """Print the versions; for each line of the standard input, "read" or "step", the seconds of each of `TIMED`."""
     model, ids = loaded(where), torch.load(tokens)[0].tolist()
+    print(json.dumps(VERSIONS), flush=True)
     caches: dict[str, Compressed] = {}
     for turn, line in enumerate(sys.stdin):
         found = {}
@@ -116,7 +118,6 @@ def times(tokens: str, where: str) -> None:
             begun = time.perf_counter()
             if line.strip() == "read":
                 caches[name] = Compressed(model, ids, PRESSES[name](compression_ratio=1 - KEEPS[1]))
-                caches[name].logits(ids[:1])  # fastkv's reading ends with the logits of a token, too
                 found[name] = time.perf_counter() - begun
                 continue
             steps = []
@@ -133,12 +134,11 @@ def main(texts: str, out: str, where: str) -> None:
     """Measure what `out` lacks."""
     model, tokenizer = loaded(where), AutoTokenizer.from_pretrained(where)
     file, keys = Path(out), ("seed", "part", "policy", "keep")
-    told = {name: version(name) for name in ("kvpress", "torch", "transformers")}
     for text in torch.load(texts):
         every = ((text["seed"], 0, name, keep) for name in PRESSES for keep in KEEPS)
         for key in missing(file, (dict(zip(keys, one)) for one in every)):
             press = PRESSES[key["policy"]](compression_ratio=1 - key["keep"])
-            row = key | cell(model, tokenizer, text, press) | told | text["told"]
+            row = key | cell(model, tokenizer, text, press) | text["told"] | VERSIONS
             add(file, row)
             print(f"text {row['seed']}: {row['policy']}, {row['keep']:g}: {row['right']}/{row['asked']}", flush=True)
 

@@ -2,12 +2,12 @@
 
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from subprocess import PIPE, Popen
 from typing import Any
 
 import torch
@@ -92,11 +92,11 @@ class Presses:
         self.tokens = tempfile.NamedTemporaryFile()
         torch.save(ids, self.tokens.name)
         command = [python, "-m", "perf.leaderboard.presses", self.tokens.name, where]
-        self.worker = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.worker: Any = Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True)
+        self.told = json.loads(self.worker.stdout.readline())
 
     def turn(self, what: str) -> Iterator[tuple[str, float]]:
         """As `Ours.turn`."""
-        assert self.worker.stdin is not None and self.worker.stdout is not None
         self.worker.stdin.write(f"{what}\n")
         self.worker.stdin.flush()
         yield from json.loads(self.worker.stdout.readline()).items()
@@ -112,7 +112,7 @@ def rows(
     Args: python, where: of an environment with kvpress, and the model's directory, to time its presses in turn.
     """
     ids = torch.tensor([facts.sample(tokenizer, LENGTH, seed=0).prefix])
-    sides: list[Ours | Presses] = [Ours(model, ids, names)]
+    sides: list[Any] = [Ours(model, ids, names)]
     if python:
         sides.append(Presses(python, ids, where))
     found: dict[str, dict[str, list[float]]] = {"read": {}, "step": {}}
@@ -122,4 +122,5 @@ def rows(
                 found[what].setdefault(name, []).append(seconds)
     for name, read in found["read"].items():
         step = statistics.median(found["step"][name])
-        yield {"policy": name, "read_s": min(read), "step_s": step, "threads": torch.get_num_threads()}
+        row = {"policy": name, "read_s": min(read), "step_s": step, "threads": torch.get_num_threads()}
+        yield row if name in (FULL, *names) else row | sides[-1].told

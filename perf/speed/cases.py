@@ -51,7 +51,7 @@ class Case:
     @property
     def cache(self) -> str:
         """Who it is, for tables and legends."""
-        read = "" if self.contender != "fastkv" or self.block is None else ", blocks"
+        read = "" if self.block is None else ", blocks"
         step = "" if self.step == "eager" else f", {self.step}"
         return " ".join(word for word in (self.contender, self.policy) if word) + read + step
 
