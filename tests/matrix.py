@@ -3,6 +3,7 @@
     python -m tests.matrix                                     all of it: each version goes to build/matrix with pip
     python -m tests.matrix --only transformers-5.10.0          one of them; what others found before stays recorded
     python -m tests.matrix --with transformers-5.10.0=DIR      DIR has that version already (pip install --target DIR)
+    python -m tests.matrix --here                              the tests of every day, with what this environment has
 
 A version lies in a directory of its own that is put before the environment's packages; nothing is installed into the
 environment. Writes perf/results/versions/versions.json and exits with 1 if anything failed.
@@ -18,8 +19,9 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
@@ -88,12 +90,17 @@ def environment(place: Path, interpret: bool) -> dict[str, str]:
 
 def test(place: Path, file: str) -> tuple[int, list[str]]:
     """How many tests of a file passed, and which did not, and why."""
+    return tested([f"tests/test_{file}.py"], environment(place, True))
+
+
+def tested(arguments: list[str], env: dict[str, str] | None = None) -> tuple[int, list[str]]:
+    """The same of all tests that pytest chooses by these arguments."""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", f"tests/test_{file}.py"]
-        done = subprocess.run(command, cwd=ROOT, env=environment(place, True), capture_output=True, text=True)
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *arguments]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         if not report.is_file():
-            return 0, [f"{file}: pytest died: {(done.stderr or done.stdout)[-300:]}"]
+            return 0, [f"pytest died: {(done.stderr or done.stdout)[-300:]}"]
         cases = list(ET.parse(report).iter("testcase"))
     failures = []
     for case in cases:
@@ -122,15 +129,20 @@ def outcomes(target: Target, place: Path, only: tuple[str, ...]) -> Iterator[dic
     jobs = [(test, file, file) for file in target.tests]
     jobs += [(compile_ahead, chip, f"compile for {chip}") for chip in target.chips]
     for job, what, name in jobs:
-        if only and what not in only:
-            continue
-        start = time.monotonic()
-        passed, failures = job(place, what)
-        seconds = round(time.monotonic() - start, 1)
-        print(f"{target.name:22s} {name:26s} {passed:4d} passed {len(failures):3d} failed {seconds:6.1f} s", flush=True)
-        print(*(f"    {line}\n" for line in failures), sep="", end="", flush=True)
-        found = {"passed": passed, "failed": len(failures), "seconds": seconds, "failures": failures}
-        yield {"target": target.name, "version": there, "what": name, **found, "source": digest("fastkv")}
+        if not only or what in only:
+            yield outcome({"target": target.name, "version": there, "what": name}, partial(job, place, what))
+
+
+def outcome(named: dict[str, str], job: Callable[[], tuple[int, list[str]]]) -> dict[str, Any]:
+    """What a job found."""
+    start = time.monotonic()
+    passed, failures = job()
+    seconds = round(time.monotonic() - start, 1)
+    words = f"{named['target']:22s} {named['what']:26s}"
+    print(f"{words} {passed:4d} passed {len(failures):3d} failed {seconds:6.1f} s", flush=True)
+    print(*(f"    {line}\n" for line in failures), sep="", end="", flush=True)
+    found = {"passed": passed, "failed": len(failures), "seconds": seconds, "failures": failures}
+    return {**named, **found, "source": digest("fastkv")}
 
 
 def record(new: dict[str, Any]) -> None:
@@ -147,6 +159,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", choices=names, default=[], help="this version; can be repeated")
     parser.add_argument("--with", action="append", default=[], dest="given", metavar="VERSION=DIR", help="use DIR")
+    parser.add_argument("--here", action="store_true", help="the tests of every day with the versions that run this")
     parser.add_argument("--files", default="", help="only these test files or chips, with commas between")
     options = parser.parse_args()
     given = {name: Path(place).resolve() for name, place in (one.split("=", 1) for one in options.given)}
@@ -154,6 +167,11 @@ def main() -> int:
         raise SystemExit(f"--with knows {', '.join(names)}; got {', '.join(sorted(set(given) - set(names)))}")
     only = tuple(filter(None, options.files.split(",")))
     failed = 0
+    if options.here:
+        versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "triton", "transformers"))
+        named = {"target": "make test", "version": versions, "what": versions}
+        record(one := outcome(named, partial(tested, ["-n", "2", "-m", "not slow and not real and not ptx"])))
+        return int(one["failed"] > 0)
     for target in TARGETS:
         if not options.only or target.name in options.only:
             for one in outcomes(target, directory(target, given), only):

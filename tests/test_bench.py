@@ -50,9 +50,6 @@ def short(monkeypatch):
     monkeypatch.setattr(command, "ROOM", ROOM)
 
 
-# One measurement.
-
-
 def test_what_is_measured(toy, ids, cases, short):
     full, kept = (case.cache for case in cases[:2])
     found = measured(toy, full, ids, graphs=False, warm=False)
@@ -79,9 +76,6 @@ def test_peaks_see_what_was_freed_and_start_at_zero():
 def test_a_system_that_does_not_say_has_no_peak(monkeypatch):
     monkeypatch.setattr("fastkv.lab.timing.forget_peak", lambda: False)
     assert Memory(CPU).peak() is None
-
-
-# Rounds.
 
 
 def test_medians_over_rounds(cases):
@@ -122,9 +116,6 @@ def test_what_does_not_fit_is_left_out(toy, options, cases, monkeypatch):
     monkeypatch.setattr(command, "measured", without_memory)
     assert not rounds(toy, cases, options, float("inf"), common.console_of(quiet=True))
     assert all(case.left_out == "out of memory" and not case.found for case in cases)
-
-
-# The command.
 
 
 def test_table_and_file(capsys, tmp_path, short):

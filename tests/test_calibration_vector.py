@@ -62,9 +62,6 @@ def test_values_that_do_not_vary_have_nothing_to_explain():
     assert (r2[:-1] == 0).all() and r2[-1] != 0 and torch.isfinite(sums.solve()).all()
 
 
-# Fitting a model.
-
-
 @families
 def test_fit_is_least_squares_on_the_keys_before_the_rotary_embedding(name):
     model, ids = build(name), sequences()
@@ -138,9 +135,6 @@ def test_threshold_is_that_of_the_proposition():
 @pytest.mark.parametrize("boundary", [0.0, 1.1])
 def test_threshold_refuses_what_is_not_a_share(boundary):
     refused("required_r2", required_r2, boundary)
-
-
-# The file.
 
 
 def example(model=None):
@@ -251,9 +245,6 @@ def test_load_refuses_tensors_that_do_not_fit(tmp_path, change):
     refused("damaged", VectorMap.load, path, build().config)
 
 
-# The fingerprint.
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fingerprint_belongs_to_the_shape_of_a_model(name, tmp_path):
     model = build(name, base="eager")
@@ -324,9 +315,6 @@ def test_text_that_cannot_be_read_is_refused(bundled, tmp_path):
     path.write_text("the dog")
     refused("2 tokens", read, path)
     refused("one sequence of 8 tokens, got 7 in all", read, path, tokens=7)
-
-
-# The command and the file of the bundled model.
 
 
 @pytest.mark.parametrize("joint", [False, True])

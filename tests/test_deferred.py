@@ -60,9 +60,6 @@ def test_a_second_reading_keeps_what_each_chunk_looked_up(monkeypatch):
     torch.testing.assert_close(exact.memory[:, :, :TOKENS], torch.stack(chunks).amax(0).gather(2, positions))
 
 
-# By fastkv.
-
-
 @dataclass(frozen=True)
 class Short(FastKVReread):
     """In several chunks."""
@@ -105,9 +102,6 @@ def test_refusals_of_a_second_reading():
     raises("needs the whole context before", fastkv.patch, build(), policy, small(), prefill_block=16)
     raises("reads the prompt with the whole model", fastkv.FastKVAttention, 4, 2, 8, policy=policy, budget=64)
     raises(r"second readings and .* pass input_ids", model, inputs_embeds=torch.randn(1, 30, 48))
-
-
-# Budget(quality=...).
 
 
 def test_quality_keeps_what_the_curve_says(tmp_path):

@@ -235,7 +235,8 @@ def test_groups(kernel, groups, dtype):
 @pytest.mark.parametrize("dim", [named(dim, slow=dim in (96, 128, 256)) for dim in (16, 80, 96, 128, 256, 512)])
 @each_kernel
 def test_head_dims(kernel, dim):
-    kernel(batch=1, num=65 if kernel in OF_KEYS else 40, dim=dim, dtype=torch.float16, kind="none")
+    heads = 2 if dim < 512 else 1  # a minute less where compiled code is executed
+    kernel(batch=1, heads=heads, num=65 if kernel in OF_KEYS else 40, dim=dim, dtype=torch.float16, kind="none")
 
 
 @pytest.mark.parametrize("kind", MASKS)

@@ -320,10 +320,8 @@ def test_accelerate_launch_equals_one_process(tasks, tmp_path):
     result = subprocess.run(
         [*launcher, *command, "--out", str(tmp_path / "two")],
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(Path(fastkv.__file__).parent.parent)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert set(re.findall(r"generate_until requests: 100%\D*(\d+)/", result.stderr)) == {"2"}, "of four, in the first"
     one = evaluated(*flags, "--out", str(tmp_path / "one"))

@@ -157,8 +157,7 @@ def shrink(state, backend, scores):
 CASES = {  # the name of the operator, and what is special about the case
     "decode_step": lambda b: step(layer(), b, order=1),
     "decode_into": lambda b: case(
-        randn(B, HKV * G, D), *token(), torch.zeros(B, HKV * G, D), layer(), make_spec(0.3, backend=b)
-    ),
+        randn(B, HKV * G, D), *token(), torch.zeros(B, HKV * G, D), layer(), make_spec(0.3, backend=b)),
     "decode_step without a token": lambda b: step(layer(attention=False), b, append=False, order=0),
     "decode_step with a softcap": lambda b: step(layer(), b, softcap=4.0, correction="moments"),
     "decode_step with centroids": lambda b: step(layer(parts=5), b, correction="centroids"),
@@ -180,43 +179,35 @@ CASES = {  # the name of the operator, and what is special about the case
     "decode_step of k8v4 slots": lambda b: grouped(b, "k8v4"),
     "prefill_attention of fp8 slots": lambda b: attend(encoded(layer(), "fp8"), b, order=1),
     "compact to int8 slots": lambda b: case(
-        *compaction(T), block(), None, encoded(layer(), "int8"), make_spec(backend=b)
-    ),
+        *compaction(T), block(), None, encoded(layer(), "int8"), make_spec(backend=b)),
     "compact of unequal heads in fp8": lambda b: shrink(encoded(layer(ragged=True), "fp8"), b, randn(B, HKV, 9)),
     "prefill_attention": lambda b: attend(layer(), b, order=1),
     "prefill_attention with sinks": lambda b: attend(sunk(layer(parts=5)), b, correction="centroids"),
     "prefill_attention with centroids": lambda b: attend(layer(parts=5), b, correction="centroids"),
     "remember": lambda b: case(
         *block(), torch.rand(B, HKV, T) > 0.2, torch.rand(B, HKV, T) > 0.6, T, layer(parts=5),
-        make_spec(correction="centroids", backend=b),
-    ),
+        make_spec(correction="centroids", backend=b)),
     "slot_signals": lambda b: case(candidates()[0], layer(parts=5), make_spec(spare=3, sinks=1, recent=2, backend=b)),
     "slot_signals of less": lambda b: case(candidates()[0], layer(attention=False), make_spec(spare=3, backend=b)),
     "candidates": lambda b: case(
-        *stored(C), *block()[:2], torch.tensor([[False, True, True]]), torch.tensor([16]), 2, 5, backend=b
-    ),
+        *stored(C), *block()[:2], torch.tensor([[False, True, True]]), torch.tensor([16]), 2, 5, backend=b),
     "candidates of a first block": lambda b: case(
-        *stored(0, False), *block()[:2], torch.tensor([[True, True, False]]), torch.tensor([0]), 1, 1, backend=b
-    ),
+        *stored(0, False), *block()[:2], torch.tensor([[True, True, False]]), torch.tensor([0]), 1, 1, backend=b),
     "read_rows": lambda b: case(
         randn(7, HKV * G, D), randn(7, HKV, D), randn(7, HKV, D, seed=1), torch.tensor([[0, 1, 2], [5, 6, 5]]), *moved()
     ),
     "write_rows": lambda b: case(
         randn(2, HKV * G, 3, D), torch.tensor([0, 1, 2, 5, 6]), torch.tensor([0, 0, 0, 1, 1]),
-        torch.tensor([0, 1, 2, 0, 1]), torch.zeros(7, HKV * G, D), *moved(),
-    ),
+        torch.tensor([0, 1, 2, 0, 1]), torch.zeros(7, HKV * G, D), *moved()),
     "memorise": lambda b: case(
         torch.rand(B, HKV, C), candidates()[0].flip(-1), torch.ones(B, HKV, C, dtype=torch.bool), remembering(),
-        make_spec(backend=b),
-    ),
+        make_spec(backend=b)),
     "memorise in unequal heads": lambda b: case(
         torch.rand(B, HKV, C), candidates()[0].flip(-1), torch.ones(B, HKV, C, dtype=torch.bool), remembering(True),
-        make_spec(backend=b),
-    ),
+        make_spec(backend=b)),
     "compact": lambda b: case(*compaction(T), block(), None, layer(), make_spec(backend=b)),
     "compact with a memory": lambda b: case(
-        *compaction(T), block(), torch.rand(B, HKV, C + T), remembering(), make_spec(backend=b)
-    ),
+        *compaction(T), block(), torch.rand(B, HKV, C + T), remembering(), make_spec(backend=b)),
     "compact without a block": lambda b: case(*compaction(0), None, None, layer(), make_spec(backend=b)),
     "compact of slots": lambda b: shrink(layer(), b, randn(B, HKV, C)),
     "compact of unequal heads": lambda b: shrink(layer(ragged=True), b, randn(B, HKV, 9)),
@@ -224,40 +215,32 @@ CASES = {  # the name of the operator, and what is special about the case
     "keydiff_scores": lambda b: case(randn(B, HKV, C, D), mask=candidates()[1], backend=b),
     "keydiff_scores before the rotary embedding": lambda b: case(
         randn(B, HKV, C, D), mask=candidates()[1], positions=candidates()[0], rotary=Rotary(torch.ones(2), 1.2),
-        backend=b,
-    ),
+        backend=b),
     "manifold_scores": lambda b: case(randn(B, HKV, C, D), mask=candidates()[1], backend=b),
     "sketch": lambda b: case(randn(B, HKV, C, D), 4, "cholesky", 0),
     "sketched_leverage": lambda b: case(
-        randn(B, HKV, C, D), randn(D, 4, seed=2), "cholesky", candidates()[1], False, b
-    ),
+        randn(B, HKV, C, D), randn(D, 4, seed=2), "cholesky", candidates()[1], False, b),
     "noncausal_attention_mass": lambda b: case(randn(B, HKV * G, C, D), randn(B, HKV, C, D), 0.3, 4, backend=b),
     "noncausal_attention_mass with sinks": lambda b: case(
-        randn(B, HKV * G, C, D), randn(B, HKV, C, D), 0.3, 4, sink_logits=randn(HKV * G), backend=b
-    ),
+        randn(B, HKV * G, C, D), randn(B, HKV, C, D), 0.3, 4, sink_logits=randn(HKV * G), backend=b),
     "pool_scores": lambda b: case(torch.rand(B, HKV, C), 3, *candidates(), backend=b),
     "chunk_mean": lambda b: case(torch.rand(B, HKV, C), 4, *candidates(), backend=b),
     "most_attended": lambda b: case(randn(B, HKV * G, T, D), randn(B, HKV, C, D), randn(B, HKV * G, T), 0.3, backend=b),
     "observed_attention": lambda b: case(
         randn(B, HKV * G, T, D), randn(B, HKV, C, D), *candidates(), 0.3, window=2, log_mass=randn(B, HKV * G, T),
-        sink_logits=randn(HKV * G), backend=b,
-    ),
+        sink_logits=randn(HKV * G), backend=b),
     "moment_scores": lambda b: case(torch.rand(B, HKV, C), *pairs(C), evicted(7, 12), 0.3, backend=b),
     "queries_ahead": lambda b: case(
-        randn(B, HKV * G, T, D), *candidates(), Rotary(torch.ones(2), 1.2), 9, 1, backend=b
-    ),
+        randn(B, HKV * G, T, D), *candidates(), Rotary(torch.ones(2), 1.2), 9, 1, backend=b),
     "expected_attention": lambda b: case(
         *pairs(C), randn(B, HKV * G, 1, D), randn(B, HKV * G, D, D), torch.ones(B, 1, 1, dtype=torch.int64), 0.3, 0.1,
-        torch.rand(B, HKV, C), valid=candidates()[1], backend=b
-    ),
+        torch.rand(B, HKV, C), valid=candidates()[1], backend=b),
     "needed_scores": lambda b: case(randn(B, HKV, C), *torch.rand(2, B, HKV, C), candidates()[1], backend=b),
     "needed_scores of a first reading": lambda b: case(
-        randn(B, HKV, C), torch.rand(B, HKV, C), None, candidates()[1], backend=b
-    ),
+        randn(B, HKV, C), torch.rand(B, HKV, C), None, candidates()[1], backend=b),
     "z_scores": lambda b: case(randn(3, B, HKV, C), candidates()[1], backend=b),
     "select_each": lambda b: case(
-        randn(B, HKV, C), *candidates(), torch.zeros(B, HKV, C, dtype=torch.bool), torch.tensor([[4, 2]]), backend=b
-    ),
+        randn(B, HKV, C), *candidates(), torch.zeros(B, HKV, C, dtype=torch.bool), torch.tensor([[4, 2]]), backend=b),
 }  # fmt: skip
 
 

@@ -84,9 +84,6 @@ def test_what_fails_is_named_and_can_be_tried_again(tmp_path, capsys):
     assert measured(opened(tmp_path / "checks.json", check)) == engine.FAILED
 
 
-# Digests.
-
-
 def test_a_digest_changes_with_what_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "ROOT", tmp_path)
     (tmp_path / "lib" / "kinds").mkdir(parents=True)
@@ -103,9 +100,6 @@ def test_a_digest_changes_with_what_is_read(tmp_path, monkeypatch):
         now = found()
         assert sum(one == other for one, other in zip(before, now)) == same, name
         before = now
-
-
-# Processes.
 
 
 def test_a_process_that_fails_says_why(monkeypatch):

@@ -16,9 +16,6 @@ def test_operators_are_right_before_they_are_timed(tmp_path):
     assert code == 0 and "passed" in said, said[-2000:]
 
 
-# The committed report.
-
-
 def benchmark(name, median):
     stats = {"median": median, "q1": 0.9 * median, "q3": 1.1 * median, "rounds": 7, "mean": 1.0, "stddev": 1.0}
     return {"name": name, "stats": stats}

@@ -32,9 +32,6 @@ def test_merge_of_partials_is_attention_over_the_union():
     torch.testing.assert_close(reference.merge_partials(*first, *second), true_attention(q, keys, values, 0.4))
 
 
-# Moments.
-
-
 def pairs(num, seed=0, dtype=F64):
     return (2 * randn(2, 3, num, 8, seed=seed) + 5).to(dtype), (randn(2, 3, num, 6, seed=seed + 1) - 3).to(dtype)
 
@@ -91,9 +88,6 @@ def test_residual_is_what_the_affine_model_misses():
     torch.testing.assert_close(moment_residual(keys, values, state, 0.3), expected.norm(dim=-1))
     empty = Moments.empty(2, 3, 8, 6)
     torch.testing.assert_close(moment_residual(keys, values, empty, 0.3), values.norm(dim=-1))
-
-
-# Scores.
 
 
 def cosine(a, b):
@@ -166,9 +160,6 @@ def test_random_depends_on_seed_layer_head_and_position_only():
     assert 0 <= float(scores.min()) and float(scores.max()) < 1
     counts = torch.histc(scores[0, 0], 10, 0, 1)
     assert float(counts.min()) > 60 and float(counts.max()) < 140
-
-
-# Leverage.
 
 
 @pytest.mark.parametrize("method", LEVERAGE_METHODS)

@@ -118,16 +118,12 @@ BUDGETS = {
 }
 SETTINGS = {  # how a model is made and patched
     **{f"{name} adaptive": (build, name, small(heads="adaptive"), MOMENTS) for name in ("h2o", "keydiff", "kvzip")},
-    **{
-        f"{budget} {block}": (build, "snapkv", BUDGETS[budget], {"prefill_block": block})
-        for budget, block in zip(BUDGETS, [None, 16, None, 16])
-    },
+    **{f"{budget} {block}": (build, "snapkv", BUDGETS[budget], {"prefill_block": block})
+       for budget, block in zip(BUDGETS, [None, 16, None, 16])},
     **{name: (partial(build, name), "keydiff", small(), MOMENTS) for name in ("gemma3", "qwen3_moe", "deepseek_v3")},
-    **{
-        f"{name} {dtype}": (lambda name=name, dtype=dtype: build(name).to(dtype), "h2o", small(), MOMENTS)
-        for name, dtype in (("llama", torch.float16), ("gemma3", torch.bfloat16), ("llama", torch.float64))
-    },
-}
+    **{f"{name} {dtype}": (lambda name=name, dtype=dtype: build(name).to(dtype), "h2o", small(), MOMENTS)
+       for name, dtype in (("llama", torch.float16), ("gemma3", torch.bfloat16), ("llama", torch.float64))},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

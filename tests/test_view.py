@@ -274,9 +274,6 @@ def test_layers_that_cannot_be_drawn_are_refused():
     raises(r"equally many KV heads, got LlamaForCausalLM with \[2, 4\]", view.states_of, model, layers)
 
 
-# In a browser.
-
-
 @pytest.fixture(scope="module")
 def browser(page):
     if find() is None:

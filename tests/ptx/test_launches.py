@@ -107,28 +107,23 @@ BUGS = {
     "another one": (selecting, BARRIER, "", 20, "race"),
     "a barrier is missing in a step": (partial(decoding, 1), BARRIER, "", 5, "race"),
     "the barrier before a ticket is missing": (
-        partial(decoding, 4), rf"{BARRIER}((?:(?!bar\.sync)[\s\S])*?atom\.)", r"\1", 0, "race"
-    ),
+        partial(decoding, 4), rf"{BARRIER}((?:(?!bar\.sync)[\s\S])*?atom\.)", r"\1", 0, "race"),
     "a ticket is taken before a store": (
         partial(decoding, 4), r"(\t@%p\d+ st\.global[^\n]*\n)((?:(?!st\.global)[\s\S])*?)(\t@%p\d+ atom[^\n]*\n)",
-        r"\2\3\1", 0, "race",
-    ),
+        r"\2\3\1", 0, "race"),
     "a ticket that orders nothing": (partial(decoding, 4), r"acq_rel", "relaxed", 0, "race"),
     "a ticket that only releases": (partial(decoding, 4), r"acq_rel", "release", 0, "race"),
     "a wait for copies is too short": (
-        partial(decoding, 4), r"cp\.async\.wait_group\s+\d", "cp.async.wait_group 7", 0, "pending"
-    ),
+        partial(decoding, 4), r"cp\.async\.wait_group\s+\d", "cp.async.wait_group 7", 0, "pending"),
     "it is missing": (partial(decoding, 1), r"cp\.async\.wait_group\s+\d;", "", 0, "pending"),
     "an offset is wrong": (partial(decoding, 4), r"(ld\.global[^\]]*) \+ 0", r"\1 + 1048576", 0, "bounds"),
     "a copy's address is odd": (
-        partial(decoding, 1), r"(cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*) \+ 0", r"\1 + 2", 0, "alignment"
-    ),
+        partial(decoding, 1), r"(cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*) \+ 0", r"\1 + 2", 0, "alignment"),
     "a store's address is odd": (partial(decoding, 4), r"(st\.global\.v4[^\]]*) \+ 0", r"\1 + 4", 0, "alignment"),
     "a store has no mask": (selecting, r"@%p\d+ (st\.global\.b8)", r"\1", 2, "bounds"),
     "a load has no mask": (selecting, LOAD, r"\1", 2, "bounds"),
     "an early way out for some": (
-        selecting, BARRIER, "\tsetp.gt.u32 %p1, %r1, 63;\n\t@%p1 ret;\n\tbar.sync 0;", 3, "barrier"
-    ),
+        selecting, BARRIER, "\tsetp.gt.u32 %p1, %r1, 63;\n\t@%p1 ret;\n\tbar.sync 0;", 3, "barrier"),
 }  # fmt: skip
 
 
