@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -234,7 +235,7 @@ def check_shares(config: Config, heads: list[int]) -> None:
 def _fitted(config: Any, name: str, what: str, how: str) -> Path:
     """The calibration file of that name in the directory the model was loaded from."""
     path = beside(config, name)
-    if not path.is_file():
+    if not os.path.isfile(path):
         command = name.partition(".")[0]
         raise FastKVError(
             f"{what} needs a file fitted for this model, and there is no {name} where the model was loaded from; make "

@@ -161,8 +161,9 @@ class FastKVAttention(Module):
         Raises: FastKVError if shapes, dtype or device do not fit the state.
         """
         if autocasts(q.device):
+            dtype = q.dtype if q.dtype == torch.float64 else torch.get_autocast_dtype(q.device.type)
             with torch.autocast(q.device.type, enabled=False):
-                return self.forward(q, k, v, mask)
+                return self.forward(q.to(dtype), k.to(dtype), v.to(dtype), mask)
         q, k, v = q.detach(), k.detach(), v.detach()
         self._check_tokens(q, k, v, mask)
         if not self.cache.started or q.shape[2] != 1 or mask is not None:
@@ -262,7 +263,8 @@ class FastKVAttention(Module):
                 f"{NAME}: the budget follows the first prompt, whose length is not known yet; pass "
                 "allocate(..., prompt=length) or let the first forward allocate"
             )
-        if prompt is None and config.budget.shared is not None and config.budget.context is None:
+        follows = config.budget.shared is not None and config.budget.context is None
+        if follows and prompt is None:
             raise FastKVError(
                 f"{NAME}: heads share slots as the length of the text demands, which is not known yet; pass "
                 "allocate(..., prompt=length), give Budget(context=...) or let the first forward allocate"
@@ -272,7 +274,7 @@ class FastKVAttention(Module):
         check_backend(config.backend, like.device, like.dtype, self.head_dim, groups, slots=config.slots.name)
         self._drop()
         self.cache.allocate(self.num_heads, like, like, prompt or 0)
-        self.prompt = prompt or 0 if config.budget.follows_prompt else 0
+        self.prompt = prompt or 0 if config.budget.follows_prompt or follows else 0
         for name, tensor in self._known().named_tensors():
             self.register_buffer(name.replace(".", "_"), tensor)
         self._configure()

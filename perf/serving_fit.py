@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse("perf.serving_fit", __doc__, arguments, **how)
     if options.engine:
         budget, _, correction = options.engine.partition(":")
-        ours = {"budget": int(budget), "slots": options.slots, "correction": correction or "auto"}
+        ours = {"budget": int(budget), "slots": options.slots, "correction": correction or "auto", "prefill_block": 512}
         how = {"dtype": "bfloat16", "hf_overrides": {"max_position_embeddings": options.length}, "enforce_eager": True}
         made = engine_of(options, options.length, 16, ours if ours["budget"] else {}, **how)
         print(json.dumps(fitting(made, options.length, ours["budget"] > 0)))

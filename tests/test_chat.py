@@ -140,8 +140,11 @@ def test_what_generate_is_given(conversation, monkeypatch):
     with pytest.raises(InterruptedError):
         conversation.answer("the river")
     assert told["ids"][0, 0] == 3 and told["ids"].shape[1] == 3
-    conversation.words = 8_192
-    raises("at most 8192 tokens for this model .*/reset begins anew", conversation.answer, "and")
+    conversation.words = 9_000
+    with pytest.raises(InterruptedError):
+        conversation.answer("and")
+    assert told["max_new_tokens"] == 8_192 - told["ids"].shape[1]
+    raises("at most 8192 tokens for this model .*/reset begins anew", conversation.answer, "and " * 8_192)
 
 
 @pytest.mark.parametrize("words,said", [("/save", "needs a file"), ("/what", "no command /what"), ("/load /no", "/no")])

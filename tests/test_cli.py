@@ -3,12 +3,12 @@
 import re
 import resource
 import shlex
-import signal
 import subprocess
 import sys
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -117,7 +117,7 @@ def test_a_mistake_gives_one_sentence_and_code_2_and_writes_nothing(line, capsys
 
 
 def test_interrupted(capsys, monkeypatch):
-    monkeypatch.setattr("fastkv.lab.doctor.run", lambda options: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("fastkv.lab.doctor.run", mock.Mock(side_effect=KeyboardInterrupt))
     assert main(["doctor"]) == 130 and capsys.readouterr().err == "fastkv doctor: interrupted\n"
 
 

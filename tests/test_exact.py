@@ -1,10 +1,13 @@
 """With a budget that holds everything, a patched model is the stock model, and unpatching leaves no trace."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fastkv
+from fastkv.cache import layer as cache_layer
 from fastkv.integrations.transformers import stock
 from fastkv.integrations.transformers.attention import NAME
 
@@ -144,16 +147,23 @@ def test_bound_and_conservation(kind, block):
     assert torch.equal(last[:, -1].expand(3), seen[:, 0] - 1)
 
 
+def without_autocast(call, *args, **options):
+    assert not torch.is_autocast_enabled("cpu")
+    return call(*args, **options)
+
+
 @pytest.mark.parametrize("policy", ["fastkv", "criticalkv", "fastkv-reread"])
 def test_autocast_reaches_attention_and_nothing_else(policy):
-    """A cache that keeps everything answers as the stock model does in bfloat16, whose sums are in another order; one
-    that evicts scores as without autocast."""
+    """A cache that keeps everything answers as the stock model does in bfloat16, whose sums are in another order; what
+    is computed for an eviction is in fp32."""
     model, (ids, _) = build("llama"), prompt(2, 60, (0, 0))
     with torch.autocast("cpu", torch.bfloat16):
         want = model(ids).logits[:, -1]
     for budget in (fastkv.Budget(tokens=400, heads="uniform"), small()):
         fastkv.patch(model, policy, budget, evict_every=4)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cache_layer, "absorb_block", partial(without_autocast, cache_layer.absorb_block))
+            patch.setattr(cache_layer, "evict", partial(without_autocast, cache_layer.evict))
             cache = model(ids[:, :40]).past_key_values
             model(ids[:, 40:59], past_key_values=cache)
             got = model(ids[:, 59:], past_key_values=cache).logits[:, -1]
@@ -164,10 +174,13 @@ def test_autocast_reaches_attention_and_nothing_else(policy):
             torch.testing.assert_close(got, want, atol=0.1, rtol=0)
 
 
-def test_autocast_over_latents_is_refused():
-    model = fastkv.patch(build("deepseek_v3"), "keydiff", small())
+def test_autocast_over_latents():
+    model, (ids, _) = fastkv.patch(build("deepseek_v3"), "keydiff", small()), prompt(1, 30, (0,))
     with torch.autocast("cpu", torch.bfloat16):
-        raises("not compressed under autocast", model, prompt(1, 30, (0,))[0])
+        raises("not compressed under autocast", model, ids)
+        assert model(ids, use_cache=False).logits.isfinite().all()
+        model.bfloat16()
+        assert model(ids[:, :1], past_key_values=model(ids).past_key_values).logits.isfinite().all()
 
 
 def test_a_mask_that_was_made_for_a_longer_text():

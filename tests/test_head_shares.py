@@ -590,7 +590,7 @@ def test_a_module_takes_shares_of_the_whole_model():
     refused("HeadShares.load", FastKVAttention, 4, 4, 16, "keydiff", Budget(tokens=64, heads="a.safetensors"))
 
 
-def test_shares_that_are_known_are_found_and_none_are_made(own, tmp_path, monkeypatch):
+def test_shares_that_are_known_are_found_and_none_are_made(own, tmp_path, monkeypatch, capsys):
     """In the user's cache, before it beside the model; what is of other weights is refused."""
     model, shares = own
     monkeypatch.setattr(calibrate, "user_cache", lambda kind: tmp_path / kind)
@@ -604,8 +604,10 @@ def test_shares_that_are_known_are_found_and_none_are_made(own, tmp_path, monkey
     refused("weights", calibrate.known_shares, model)
     other = replace(shares, weights="0" * 16)
     assert repr(calibrate.known_shares(build("llama").half(), tmp_path / "model" / "heads.safetensors")) == repr(other)
+    assert "float16 do not tell" in capsys.readouterr().err
+    (tmp_path / "model" / "heads.safetensors").unlink()
     monkeypatch.setattr(Path, "is_file", partial(pytest.fail, "raises where nobody may look"))
-    calibrate.known_shares(model, tmp_path / "heads" / f"{shares.weights}.safetensors")
+    assert repr(calibrate.known_shares(model)) == repr(shares)
 
 
 def test_the_command(own, tmp_path, monkeypatch, capsys):

@@ -40,7 +40,8 @@ class Conversation:
         self.model, self.tokenizer, self.words = model, tokenizer, words
         self.cache = FastKVCache(model)
         self.read = self.pending = torch.zeros(1, 0, dtype=torch.long, device=model.device)
-        self.ends, self.ended, self.stopped = [tokenizer.decode([one]) for one in ends_of(model)], False, False
+        self.ends = {said: one for one in ends_of(model) if (said := tokenizer.decode([one]))}
+        self.ended = self.stopped = False
 
     @torch.no_grad()
     def answer(self, said: str, streamer: Any = None) -> str:
@@ -50,10 +51,9 @@ class Conversation:
         new = facts.start_of(self.tokenizer) if first and self.tokenizer.chat_template is None else []
         new += self.tokenizer(words, add_special_tokens=False)["input_ids"]
         ids = torch.cat([self.read, self.pending, self.read.new_tensor([new])], 1)  # `generate` reads what is new
-        longest, name = ids.shape[1] + self.words, "this model (/reset begins anew)"
-        common.check_length("a conversation with its next answer", longest, self.model, name)
-        self.stopped = False
-        how = {"attention_mask": torch.ones_like(ids), CACHE: self.cache, "max_new_tokens": self.words}
+        common.check_length("a conversation", ids.shape[1] + 1, self.model, "this model (/reset begins anew)")
+        self.stopped, most = False, min(self.words, common.longest_text(self.model) - ids.shape[1])
+        how = {"attention_mask": torch.ones_like(ids), CACHE: self.cache, "max_new_tokens": most}
         how["stopping_criteria"] = [lambda so_far, scores: so_far.new_full((1,), self.stopped, dtype=torch.bool)]
         before = signal.signal(signal.SIGINT, lambda *_: setattr(self, "stopped", True))  # Ctrl-C ends the answer
         try:
@@ -75,10 +75,9 @@ class Conversation:
         """Write the cache, which reads first what it has not read yet. Raises: FastKVError as `FastKVCache.save`."""
         if self.pending.shape[1]:
             cut = turn(self.tokenizer, "", first=False)
-            found = [one for one in self.ends if cut.startswith(one)]
+            found = [token for said, token in self.ends.items() if cut.startswith(said)]
             if found and not self.ended:  # as `load` expects
-                token = self.pending.new_tensor([[self.tokenizer.convert_tokens_to_ids(found[0])]])
-                self.pending, self.ended = torch.cat([self.pending, token], 1), True
+                self.pending, self.ended = torch.cat([self.pending, self.pending.new_tensor([found[:1]])], 1), True
             self.model(self.pending, **{CACHE: self.cache})
             self.read, self.pending = torch.cat([self.read, self.pending], 1), self.pending[:, :0]
         self.cache.save(path)

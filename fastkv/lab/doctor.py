@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,7 @@ def checkpoint(options: argparse.Namespace) -> dict[str, Lines]:
         model["below"] = "with attn_implementation='eager'"
     model["tested"] = TESTED.get(known.model_type, UNTESTED)
     beside = Path(options.model) / HEADS_FILE
-    model["heads"] = f"calibrated, {beside}" if beside.is_file() else "calibrated when it is first patched"
+    model["heads"] = f"calibrated, {beside}" if os.path.isfile(beside) else "calibrated when it is first patched"
     layers = {"compressed": f"all {found.layers}"}
     if found.left:
         names = ", ".join(map(str, found.compressed))

@@ -163,13 +163,13 @@ def _without_autocast(module: Module, *tokens: Tensor | None, **how: Any) -> tup
     """`fastkv_attention` of queries, keys and values as autocast gives them to sdpa, and of nothing else."""
     query, key, value, mask = tokens
     assert query is not None and key is not None and value is not None
-    if modules.is_latent(module):
-        raise FastKVError(
-            f"{_named(module)} caches latents (MLA), which are not compressed under autocast; load the model in "
-            "bfloat16 instead"
-        )
     kind = query.device.type
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = query.dtype if query.dtype == torch.float64 else torch.get_autocast_dtype(kind)  # float64 is left alone
+    if modules.is_latent(module) and module.kv_b_proj.weight.dtype != dtype:  # type: ignore[union-attr]
+        raise FastKVError(
+            f"{_named(module)} caches latents (MLA), which are not compressed under autocast to another dtype than the "
+            f"model's; load the model in {dtype}"
+        )
     with torch.autocast(kind, enabled=False):
         return fastkv_attention(module, query.to(dtype), key.to(dtype), value.to(dtype), mask, **how)
 
@@ -194,7 +194,7 @@ def fastkv_attention(
 
     Returns: output [B, T, Hq, Dv] and None (compressed attention yields no weights).
     """
-    if autocasts(query.device):
+    if fastkv_layer is not None and autocasts(query.device):
         return _without_autocast(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                                  softcap=softcap, s_aux=s_aux, fastkv_layer=fastkv_layer, **kwargs)  # fmt: skip
     if kwargs.get("cache") is not None:

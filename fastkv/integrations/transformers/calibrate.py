@@ -410,7 +410,9 @@ def stored_shares(
             return None
         file = found[0]
     shares = HeadShares.load(file, known)
-    if compared and weights is not None and shares.weights != weights:
+    if weights is not None and shares.weights != weights and not compared:
+        print(f"fastkv: weights in float16 do not tell whether {file} is theirs", file=sys.stderr, flush=True)
+    elif weights is not None and shares.weights != weights:
         raise FastKVError(
             f"{file} was calibrated for other weights of {shares.model} ({shares.weights}), got {weights}; calibrate "
             "these with fastkv calibrate heads, or use Budget(heads='uniform')"

@@ -186,12 +186,12 @@ class FastKVLayer(CacheLayerMixin):
                 self.seen = torch.full((), self.seen, dtype=torch.int64, device=self.device)
             torch._dynamo.mark_static_address(self.seen, guard=False)
 
-    def adopted(self, seen: int, rolls_back: bool) -> None:
-        """The cache has adopted a saved state of so many tokens."""
+    def adopted(self, seen: int, rolls_back: bool, dtype: torch.dtype) -> None:
+        """The cache has adopted a saved state of so many tokens; dtype: of the model."""
         state = self.cache.state
         assert state is not None
         self.lazy_initialization(state.exact.keys)
-        self.dtype, exact = state.exact.dtype, state.exact
+        self.dtype, exact = dtype, state.exact
         if not self.cache.plan.latent:  # transformers' are of other sizes
             self.sizes = state.heads, exact.format.keys.dim(exact.keys.shape[-1]), exact.value_dim
         self.seen, self.cache.started = seen, seen > 0

@@ -200,8 +200,8 @@ def _fill(
     if layer.cache.plan.latent:
         dims += file.counts(entry, "exact.value_dim")
         file.need(dims[1] <= dims[0])
-    dtype = saved["exact.keys"].dtype if layout.format.plain else dtype
-    keys, values = (torch.empty(batch, heads, 0, dim, dtype=dtype, device="meta") for dim in dims)
+    stored = saved["exact.keys"].dtype if layout.format.plain else dtype  # another than the model's under autocast
+    keys, values = (torch.empty(batch, heads, 0, dim, dtype=stored, device="meta") for dim in dims)
     state = layout.allocate(keys, values)
     for name, like in list(state.named_tensors()):
         if name == "moments.slope" and name not in saved:
@@ -219,7 +219,7 @@ def _fill(
         slots.filled, slots.limit = file.counts(entry, f"{name}.filled", f"{name}.limit")
     file.need(_sound(state, seen))
     layer.cache.adopt(state, layout, heads * groups)
-    layer.adopted(seen, recording > 0)
+    layer.adopted(seen, recording > 0, dtype)
 
 
 def _layout(
