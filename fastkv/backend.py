@@ -59,9 +59,12 @@ def follows_rows(name: str, backend: str, device: str) -> bool:
     return name in getattr(module, "FOLLOWS_ROWS", ())
 
 
-def autocasts(device: torch.device) -> bool:
-    """Whether torch would compute there in another precision than it is told."""
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """What autocast would have attention compute a tensor in, None without autocast; float64 it leaves alone."""
+    kind = tensor.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return tensor.dtype if tensor.dtype == torch.float64 else torch.get_autocast_dtype(kind)
 
 
 @cache

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import scaled_dot_product_attention
 
-from .backend import autocasts, check_backend
+from .backend import autocast_dtype, check_backend
 from .budget import Budget
 from .cache import CacheWorkspace
 from .cache.layer import LayerCache
@@ -160,8 +160,7 @@ class FastKVAttention(Module):
             mask [B, T]: false for padding, whose output is meaningless; None without padding.
         Raises: FastKVError if shapes, dtype or device do not fit the state.
         """
-        if autocasts(q.device):
-            dtype = q.dtype if q.dtype == torch.float64 else torch.get_autocast_dtype(q.device.type)
+        if (dtype := autocast_dtype(q)) is not None:
             with torch.autocast(q.device.type, enabled=False):
                 return self.forward(q.to(dtype), k.to(dtype), v.to(dtype), mask)
         q, k, v = q.detach(), k.detach(), v.detach()

@@ -1,6 +1,6 @@
 """What a model answers through vLLM's server, with its own cache and with a compressed one, and in the library.
 
-    python -m perf.serving_answers                                  # SmolLM2, 4,096 tokens, a quarter kept; an hour
+    python -m perf.serving_answers                                  # SmolLM2, 4,096 tokens, a quarter kept
     python -m perf.serving_answers --texts 1 --length 2048 --budget 512 --output /tmp/answers
 
 The leaderboard's questions about its texts, a request each, 16 at once, asked over HTTP: a text is compressed block by
@@ -34,7 +34,7 @@ from .serving import parse, write
 
 NEW, CLIENTS, START = 24, 16, 600  # tokens of an answer, requests at once, seconds
 ROOM = 256  # tokens of a question and its answer behind a text
-STOCK, OURS, BARE, LIBRARY = "vLLM", "fastkv in vLLM", 'fastkv in vLLM, `"correction": "none"`', "fastkv.patch"
+STOCK, OURS, LIBRARY = "vLLM", "fastkv in vLLM", "fastkv.patch"
 
 
 @contextmanager
@@ -103,8 +103,8 @@ def alone(options: argparse.Namespace, prompts: list[list[int]]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Ask three servers, one after the other, and the library."""
-    how = {"length": 4096, "texts": 8, "budget": 1024, "slots": "int8", "block": 512, "cache_mib": 512}
+    """Ask two servers, one after the other, and the library."""
+    how = {"length": 4096, "texts": 3, "budget": 1024, "slots": "int8", "block": 512, "cache_mib": 512}
     options = parse("perf.serving_answers", __doc__, arguments, **how)
     model, _ = pretrained.place(options.model)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
     ours = {"budget": options.budget, "slots": options.slots, "prefill_block": options.block, "prefixes": 0.5}
     said: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as logs:
-        for who, settings in ((STOCK, {}), (OURS, {"fastkv": ours}), (BARE, {"fastkv": ours | {"correction": "none"}})):
+        for who, settings in ((STOCK, {}), (OURS, {"fastkv": ours})):
             with server(model, options, settings, Path(logs, "server.log")) as client:
                 said[who] = asked(client, model, prompts)
             print(f"{who}: {len(prompts)} answers", flush=True)

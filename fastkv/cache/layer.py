@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from ..backend import autocasts, follows_rows
+from ..backend import autocast_dtype, follows_rows
 from ..errors import FastKVError
 from ..policies import Reread
 from ..reference import LayerState, Moments, Recovery, Slots, Spec, rows_at
@@ -80,8 +80,8 @@ class LayerCache:
         self.workspace, self.static, self.started = workspace, static, False
         self.num_heads, self.leads = 0, plan.place == 0
         self.average = self.context = 0  # tokens per head of all layers, and the text that heads were dealt them for
-        self.length = 0  # tokens so far, as the last step was told
         self.anew = False  # whether that is more than their slots were made for
+        self.length = 0  # tokens so far, as the last step was told
         self.kv_sharers, self.left = plan.kv_sharers, 0
         self.records = False
         self.pending: PendingBlock | None = None
@@ -212,7 +212,7 @@ class LayerCache:
     ) -> None:
         """Make tokens of a prompt part of the state; shapes as in `read`, reread and mass as in `absorb_block`."""
         state, rule = self._held()
-        with torch.autocast(k.device.type, enabled=False) if autocasts(k.device) else nullcontext():
+        with torch.autocast(k.device.type, enabled=False) if autocast_dtype(k) else nullcontext():
             absorb_block(state, q, k, v, valid, rule, reread, mass, self.anew)
         self.anew = False
         self.workspace.clock.restart()

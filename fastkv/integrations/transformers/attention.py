@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...backend import autocasts
+from ...backend import autocast_dtype
 from ...cache.layout import Attends
 from ...errors import FastKVError
 from . import modules
@@ -159,18 +159,16 @@ def refuse_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> NoReturn
     )
 
 
-def _without_autocast(module: Module, *tokens: Tensor | None, **how: Any) -> tuple[Tensor, Tensor | None]:
-    """`fastkv_attention` of queries, keys and values as autocast gives them to sdpa, and of nothing else."""
-    query, key, value, mask = tokens
-    assert query is not None and key is not None and value is not None
-    kind = query.device.type
-    dtype = query.dtype if query.dtype == torch.float64 else torch.get_autocast_dtype(kind)  # float64 is left alone
+def _without_autocast(
+    dtype: torch.dtype, module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **how: Any
+) -> tuple[Tensor, Tensor | None]:
+    """`fastkv_attention` of queries, keys and values in autocast's dtype, and of nothing else."""
     if modules.is_latent(module) and module.kv_b_proj.weight.dtype != dtype:  # type: ignore[union-attr]
         raise FastKVError(
             f"{_named(module)} caches latents (MLA), which are not compressed under autocast to another dtype than the "
             f"model's; load the model in {dtype}"
         )
-    with torch.autocast(kind, enabled=False):
+    with torch.autocast(query.device.type, enabled=False):
         return fastkv_attention(module, query.to(dtype), key.to(dtype), value.to(dtype), mask, **how)
 
 
@@ -194,8 +192,8 @@ def fastkv_attention(
 
     Returns: output [B, T, Hq, Dv] and None (compressed attention yields no weights).
     """
-    if fastkv_layer is not None and autocasts(query.device):
-        return _without_autocast(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
+    if fastkv_layer is not None and (dtype := autocast_dtype(query)) is not None:
+        return _without_autocast(dtype, module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                                  softcap=softcap, s_aux=s_aux, fastkv_layer=fastkv_layer, **kwargs)  # fmt: skip
     if kwargs.get("cache") is not None:
         refuse_continuous_batching(module)

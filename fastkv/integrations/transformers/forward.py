@@ -84,9 +84,9 @@ def base_forward(self: Any, given: dict[str, Any]) -> Any:
             f"attention_mask must have a column for each of the {total} new tokens, and for those before them, got "
             f"{padding.shape[1]}; pass the mask of the whole sequence"
         )
-    if padding is not None and padding.shape[1] > total and not torch.compiler.is_compiling():
-        if padding is not cache.known_mask:  # of one that was made for a longer sequence the first columns count
-            given["attention_mask"] = padding = padding[:, : int(cache.get_seq_length()) + total]
+    exact = torch.compiler.is_compiling() or padding is cache.known_mask
+    if padding is not None and padding.shape[1] > total and not exact:  # of one for a longer text the first ones count
+        given["attention_mask"] = padding = padding[:, : int(cache.get_seq_length()) + total]
     if hasattr(self, "rope_deltas") and given.get("position_ids") is None and cache.started:
         given["position_ids"] = _next_positions(cache, given, tokens, padding)
     if self._fastkv_prepares:
