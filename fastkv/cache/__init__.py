@@ -90,6 +90,7 @@ class CacheWorkspace:
         self.ahead: Tensor | None = None
         self.real: Tensor | None = None
         self.scratch: dict[tuple[Any, ...], list[Tensor]] = {}
+        self.sizes: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self.rooms: dict[tuple[Any, ...], list[Tensor]] = {}
         self.tables: dict[tuple[Rotary, torch.device], tuple[Tensor, Tensor]] = {}
 
@@ -108,16 +109,15 @@ class CacheWorkspace:
         tiers = [
             (slots.keys.shape[1:], slots.starts is not None, slots.limit.bit_length()) for slots in state.tiers.values()
         ]
-        parts = None if state.parts is None else state.parts.count.shape[1:]
         device = state.exact.keys.device
-        shape = (device, num_heads, *tiers, state.exact.attention is not None, parts)
+        shape = (device, num_heads, *tiers, state.exact.attention is not None)
         sized = (*shape, state.batch)
         if sized not in self.scratch:
             self.scratch[sized] = ops.workspace(num_heads, state, spec, self._room_of(shape, num_heads, state, spec))
         return self.scratch[sized]
 
     def _room_of(self, shape: tuple[Any, ...], num_heads: int, state: LayerState, spec: Spec) -> list[Tensor] | None:
-        """The memory that batches of all sizes view, by what their layers have in common."""
+        """The memory that batches of all sizes view; one for all layers that need as much."""
         if self.sequences is None:
             return None
         if state.batch > self.sequences:
@@ -125,11 +125,13 @@ class CacheWorkspace:
                 f"scratch was made for batches of at most {self.sequences} sequences, got {state.batch}; make the "
                 "workspace for more"
             )
-        if shape not in self.rooms:
-            device = state.exact.keys.device
-            sizes = ops.workspace_room(num_heads, state, spec, self.sequences, device)
-            self.rooms[shape] = [torch.zeros(number, dtype=dtype, device=device) for number, dtype in sizes]
-        return self.rooms[shape]
+        device = state.exact.keys.device
+        if shape not in self.sizes:
+            self.sizes[shape] = tuple(ops.workspace_room(num_heads, state, spec, self.sequences, device))
+        sizes = self.sizes[shape]
+        if (device, sizes) not in self.rooms:
+            self.rooms[device, sizes] = [torch.zeros(number, dtype=dtype, device=device) for number, dtype in sizes]
+        return self.rooms[device, sizes]
 
     def table(self, rotary: Rotary, device: torch.device, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin of at least `length` positions; they grow to powers of two, so almost never while decoding."""

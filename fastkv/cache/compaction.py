@@ -15,16 +15,28 @@ from .selection import protected
 
 
 def store(
-    state: LayerState, signals: Signals, selection: Selection, num: int, rule: LayerConfig, *, full: bool
+    state: LayerState,
+    signals: Signals,
+    selection: Selection,
+    num: int,
+    rule: LayerConfig,
+    *,
+    full: bool,
+    anew: bool = False,
 ) -> None:
     """Keep the selected candidates, of which the last `num` are a new block, and remember the others.
 
-    full: whether the layer was out of room, so that something was selected.
+    full: whether the layer was out of room, so that something was selected. anew: as of `prefill.absorb_block`.
     """
     exact, layout = state.exact, rule.layout
+    held, kept = exact.filled + num, exact.limit - layout.spare  # of the longest head
     if full:
-        num_kept = 0 if layout.adaptive else layout.least  # of a head that has so many
-        remember(state, signals, selection.kept, max(signals.keys.shape[2] - num_kept, 0), rule)
+        most = signals.keys.shape[2]
+        if not layout.adaptive:
+            most -= layout.least  # which a head keeps that has so many
+            if not anew:  # what it held beyond what it keeps was decoded since the last eviction
+                most = min(most, num + max(exact.filled - kept, 0))
+        remember(state, signals, selection.kept, max(most, 0), rule)
     if state.approx is not None:
         _count(state, signals, num)
         key_only.store(state, signals, selection, rule, full=full)
@@ -33,8 +45,8 @@ def store(
             known = None if exact.memory is None else signals.memory
             ops.compact(signals.valid, selection, _newest(signals, num), known, state, rule.spec)
         else:
-            _store_in_slabs(state, signals, selection, num, rule, full)
-        exact.filled = exact.limit - layout.spare if full else exact.filled + num
+            _store_in_slabs(state, signals, selection, num, rule, full, anew)
+        exact.filled = min(exact.limit - layout.spare, held) if full else held
         if exact.starts is None:
             return
         memorise(state, signals, rule)
@@ -55,7 +67,7 @@ def _count(state: LayerState, signals: Signals, num: int) -> None:
 
 
 def _store_in_slabs(
-    state: LayerState, signals: Signals, selection: Selection, num: int, rule: LayerConfig, full: bool
+    state: LayerState, signals: Signals, selection: Selection, num: int, rule: LayerConfig, full: bool, anew: bool
 ) -> None:
     """`store` where heads share slots unequally."""
     exact, layout = state.exact, rule.layout
@@ -75,7 +87,7 @@ def _store_in_slabs(
         left = (counts.shape[1] * layout.total - counts.sum(-1, keepdim=True)) // counts.shape[1]
         capacities = counts + left + layout.spare
         exact.trade(rule.plan.parallel.own(capacities), capacities)
-    elif full and layout.shared:
+    elif anew:
         exact.redeal(layout.capacities("exact"))
     pack(exact.starts, [(getattr(exact, name), candidates) for name, candidates in rows.moving().items()])
 

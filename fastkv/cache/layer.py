@@ -360,7 +360,7 @@ def evict(state: LayerState, rule: LayerConfig, anew: bool = False) -> None:
     candidates, scores = signals.score(candidates, rule)
     if anew or state.approx is not None:
         kept = selection.keep_best(candidates, scores, guard, rule)
-        compaction.store(state, candidates, kept, 0, rule, full=True)
+        compaction.store(state, candidates, kept, 0, rule, full=True, anew=anew)
         return
     if exact.memory is not None and state.rows is None:
         candidates = replace(candidates, positions=candidates.positions.clone())  # eviction moves them

@@ -65,7 +65,7 @@ def absorb_block(
         whole = rule.config.prefill_block is None and rule.config.policy.moments.rounds > 1
         keep = selection.keep_in_rounds if whole else selection.keep_best
         kept = keep(candidates, scores, guard, rule)
-    compaction.store(state, candidates, kept, num, rule, full=full)
+    compaction.store(state, candidates, kept, num, rule, full=full, anew=anew)
     if full and reread is not None and rule.config.correction.match is not None:
         compaction.match(candidates, reread, state, rule)
 

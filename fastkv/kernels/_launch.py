@@ -207,7 +207,6 @@ class Workspace:
         accs, tops, totals: room for every partial.
         tickets: [B * Hkv] int32, zeroed once; each launch leaves them zero.
         logits: [G, all slots of the batch], of both tiers in vector_decode; None unless attention is collected.
-        joining: room for the tokens of an eviction and the centroids that they join; None without centroids.
     """
 
     accs: Tensor
@@ -215,7 +214,6 @@ class Workspace:
     totals: Tensor
     tickets: Tensor
     logits: Tensor | None = None
-    joining: Tensor | None = None
 
     @property
     def parts(self) -> PartPointers:
@@ -225,27 +223,21 @@ class Workspace:
     @classmethod
     def of(cls, scratch: list[Tensor]) -> Workspace | None:
         """The workspace that `tensors` made a list of; None if there is none."""
-        if not scratch:
-            return None
-        accs, tops, totals, tickets, *rest = scratch
-        optional = {part.ndim: part for part in rest}  # logits have two dimensions, the room for joining has one
-        return cls(accs, tops, totals, tickets, optional.get(2), optional.get(1))
+        return cls(*scratch) if scratch else None
 
     def tensors(self) -> list[Tensor]:
         """As `LayerState.scratch` holds them."""
-        optional = [t for t in (self.logits, self.joining) if t is not None]
+        optional = [] if self.logits is None else [self.logits]
         return [self.accs, self.tops, self.totals, self.tickets, *optional]
 
     @classmethod
-    def for_state(
-        cls, num_heads: int, state: LayerState, joining: int = 0, room: WorkspaceRoom | None = None
-    ) -> Workspace:
+    def for_state(cls, num_heads: int, state: LayerState, room: WorkspaceRoom | None = None) -> Workspace:
         """Room for the decode steps of so many query heads over the slots of a layer.
 
-        Args: joining: numbers in `joining`.  room: to be viewed instead of new memory.
+        Args: room: to be viewed instead of new memory.
         """
         device = state.exact.keys.device
-        shapes = cls.shapes(num_heads, state, state.batch, joining, num_sms(device))
+        shapes = cls.shapes(num_heads, state, state.batch, num_sms(device))
         if room is not None:
             return cls(**room.parts(shapes))
         tickets = torch.zeros(shapes.pop("tickets"), dtype=torch.int32, device=device)
@@ -253,10 +245,10 @@ class Workspace:
         return cls(**made, tickets=tickets)
 
     @staticmethod
-    def shapes(num_heads: int, state: LayerState, batch: int, joining: int, sms: int) -> dict[str, tuple[int, ...]]:
+    def shapes(num_heads: int, state: LayerState, batch: int, sms: int) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor that there is, by name, for a batch of so many sequences in the slots of a layer.
 
-        Args: joining: numbers in `joining` for the whole batch.  sms: of the device.
+        Args: sms: of the device.
         """
         exact, tiers, pairs, groups = state.exact, state.tiers.values(), batch * state.heads, num_heads // state.heads
         sets = pairs * len(tiers)  # of slots that are split
@@ -266,8 +258,6 @@ class Workspace:
         made: dict[str, tuple[int, ...]] = {"accs": (parts, dim), "tops": (parts,), "totals": (parts,)}
         if any(slots.attention is not None for slots in tiers):
             made["logits"] = (groups, sum(pool_of(batch, slots) for slots in tiers))
-        if joining:
-            made["joining"] = (joining,)
         return made | {"tickets": (pairs,)}
 
 

@@ -35,27 +35,17 @@ FOLLOWS_ROWS = ("compact", "decode_step", "memorise", "prefill_attention", "reme
 def workspace(num_heads: int, state: LayerState, spec: Spec, room: list[Tensor] | None = None) -> list[Tensor]:
     """Scratch for the decode steps of a layer, see `ops.workspace`."""
     given = None if room is None else WorkspaceRoom(*room)
-    return Workspace.for_state(num_heads, state, state.batch * _joining(state, spec), given).tensors()
+    return Workspace.for_state(num_heads, state, given).tensors()
 
 
 def workspace_room(
     num_heads: int, state: LayerState, spec: Spec, most: int, device: torch.device
 ) -> list[tuple[int, torch.dtype]]:
     """Numbers and dtype of each tensor of the room for `workspace`, see `ops.workspace_room`."""
-    each, sms, sizes = _joining(state, spec), num_sms(device), range(1, most + 1)
-    shapes = (Workspace.shapes(num_heads, state, batch, batch * each, sms) for batch in sizes)
+    shapes = (Workspace.shapes(num_heads, state, batch, num_sms(device)) for batch in range(1, most + 1))
     # Few sequences are split into more parts each, so that the largest batch need not take most.
     numbers = max(WorkspaceRoom.places(one)[1] for one in shapes)
     return [(numbers, torch.float32), (most * state.heads, torch.int32)]
-
-
-def _joining(state: LayerState, spec: Spec) -> int:
-    """Numbers of scratch in which the tokens of an eviction join the centroids of one sequence."""
-    if not isinstance(state.parts, Centroids):
-        return 0
-    parts = state.parts
-    rows = joining.working_rows(parts.num, min(spec.spare, joining.FEW))
-    return state.heads * joining.room_size(rows, parts.keys.shape[-1], parts.values.shape[-1])
 
 
 def decode_step(

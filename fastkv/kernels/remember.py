@@ -43,7 +43,6 @@ from ..reference.centroids import BLOCK, COARSE, FINE, MEDIUM, ROOMY, SETTLED, S
 from ._arguments import EvictedPointers, View
 from ._attention import _barrier, _dot, _home, _page, _sum_products
 from ._launch import (
-    Workspace,
     check_centroids,
     check_head_dim,
     check_like,
@@ -634,7 +633,7 @@ def remember(
 ) -> None:  # fmt: skip
     """Candidates that leave join the centroids of `state.parts`, in place; shapes as in `reference.remember`.
 
-    One launch for at most FEW, which lists them itself, in the workspace of `state.scratch`; no host sync.
+    One launch for at most FEW, which lists them itself; no host sync.
     Raises: FastKVError for shapes, strides or dtypes that do not fit.
     """
     op, parts = "remember", state.parts
@@ -658,10 +657,7 @@ def remember(
         return
     rows = working_rows(parts.num, most)
     tile = Tile.of(heads, dim, value_dim, pow2(triton.cdiv(parts.num + most, 2), 32), most)
-    size, scratch = batch * heads * room_size(rows, dim, value_dim), Workspace.of(state.scratch)
-    room = None if scratch is None else scratch.joining
-    if room is None or room.numel() < size:
-        room = torch.empty(size, dtype=torch.float32, device=keys.device)
+    room = torch.empty(batch * heads * room_size(rows, dim, value_dim), dtype=torch.float32, device=keys.device)
     _few_kernel[(batch * heads,)](
         *new, Leaving(positions, valid.view(torch.uint8), kept.view(torch.uint8)), *positions.stride()[:2], known, room,
         *where, num, parts.num, rows, TILE=tile, HIP=on_hip(), num_stages=stages(2),
