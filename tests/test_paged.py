@@ -122,13 +122,14 @@ PLAIN = {  # the interpreter is slow
 
 @pytest.mark.parametrize("case", [named(case, slow=case in ("triton", "remembers, triton")) for case in CASES])
 def test_sequences_do_not_depend_on_each_other(case):
-    """Sequence b arrives in turn b; blocks of all prompts are read together, while others decode and evict in their own
-    time. Nor on the kernels: alone they are computed without them.
+    """Sequence b arrives in turn b; blocks of all prompts are read together, of calibrated heads of two at once, while
+    others decode and evict in their own time. Nor on the kernels: alone they are computed without them.
     """
     config, plain = config_of(*CASES[case]), config_of(*CASES[PLAIN.get(case, case)])
     prompts, steps = [tokens(num, num) for num in (29, 5, 16)], [tokens(6, 100 + num) for num in range(3)]
     lengths = [q.shape[2] for q, *_ in prompts]
     layer, rows, clock, done, found = paged(config), [3, 1, 4], PagedClock(EVERY), [0, 0, 0], [[], [], []]
+    layer.at_once = 2 if "calibrated" in case else layer.at_once
     for turn in range(10):
         starts = [(turn - b) * BLOCK for b in range(3)]
         reading = [b for b in range(3) if 0 <= starts[b] < lengths[b]]
@@ -223,6 +224,15 @@ def test_an_eviction_touches_as_many_bytes_whatever_the_batch(policy, correction
             nbytes.append(launches.nbytes + operators.nbytes)
         added.append(nbytes[2] - nbytes[1])
     assert added[0] == added[1] > 0
+
+
+def test_large_pages_are_copied_a_few_at_a_time():
+    """Heads of 32,768 tokens: 8 of 128 numbers in bf16, thrice, are 400 MB."""
+    like = torch.empty(1, 8, 0, 128, dtype=torch.bfloat16, device="meta")
+    for budget, at_once in ((1024, 64), (32768, 2)):
+        rule = PagedRule.of(LayerPlan(config_of("keydiff", budget=budget)), like, like)
+        pages = torch.empty(2, rule.form.nbytes, dtype=torch.uint8, device="meta")
+        assert PagedLayer(rule, pages, 8, SCALE, None, CacheWorkspace()).at_once == at_once
 
 
 @pytest.mark.parametrize("policy, correction", [("snapkv", "centroids"), ("momentkv", "auto"), ("keydiff", "auto")])

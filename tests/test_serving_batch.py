@@ -70,12 +70,13 @@ def read_in(part):
 
 
 def test_prompts_are_read_together():
-    """Of whatever lengths, up to a bound on the pages that are copied."""
-    for number in (1, 3, batches.AT_ONCE, batches.AT_ONCE + 1):
+    """Of whatever lengths, the longest first, unless padding them costs more than reading them apart."""
+    for number in (1, 3, 65):
         prompts = [(i, i + 1, 1 + i % BLOCK, 0, 1 + i % BLOCK) for i in range(number)]
-        got = only(batcher().batch(described(prompts)))
-        assert sum(len(blocks.lengths) for blocks in got.prompts) == number
-        assert len(got.prompts) == 1 + (number > batches.AT_ONCE)
+        (blocks,) = only(batcher().batch(described(prompts))).prompts
+        assert list(blocks.lengths) == sorted(blocks.lengths, reverse=True) and len(blocks.lengths) == number
+    assert list(batches.alike([512, *[28] * 56])) == [(0, 1), (1, 57)]
+    assert list(batches.alike([512, 500, *[28] * 8])) == [(0, 10)] and not [*batches.alike([])]
 
 
 @pytest.mark.parametrize("block, before, now", [(BLOCK, 0, BLOCK + 1), (BLOCK, BLOCK - 1, 1), (None, 3, 5)])

@@ -21,8 +21,8 @@ from .test_paged import calibrated
 from .test_serving_batch import described, only
 
 HQ, HKV, DIM, BLOCK, EVERY = 8, 2, 32, 512, 16
-# Of a step in which prompts begin, of one that reads more blocks of them, of one that reads their ends, before one where
-# an eviction is due.
+# Of a step in which prompts begin, of one that reads more of their blocks, of one that reads their ends, and before one
+# where an eviction is due.
 LAUNCHES = {
     ("keydiff", "uniform"): (7, 10, 10, 7),
     ("keydiff", "calibrated"): (9, 10, 10, 7),

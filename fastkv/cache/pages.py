@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -24,7 +25,9 @@ from .layout import Attends, LayerConfig, LayerPlan, Layout
 from .prefill import absorb_block, attend_block
 
 ALIGNMENT = 128  # bytes, of every tensor and page: a line of a GPU's cache
-AT_ONCE = 64  # sequences: copies of their pages, where they evict or are read together, do not grow with the batch
+# Copies of pages, of sequences that evict or are read together, do not grow with the batch.
+AT_ONCE, ROOM = 64, 1 << 30  # sequences at most, and bytes, unless one takes more
+COPIES = 3  # of keys and values: as they are stored and in the model's dtype, and those that policies choose from
 
 
 def aligned(number: int, unit: int) -> int:
@@ -178,13 +181,26 @@ class PagedBlocks:
         own = starts[sequence] + within
         return cls(lengths, before, index, valid, tokens, own, sequence, within)
 
+    def split(self, most: int) -> list[PagedBlocks]:
+        """At most so many sequences each."""
+        return [self._of(slice(first, first + most)) for first in range(0, len(self.lengths), most)]
+
+    def _of(self, some: slice) -> PagedBlocks:
+        lengths, first = self.lengths[some], sum(self.lengths[: some.start])
+        if len(lengths) == len(self.lengths):
+            return self
+        inside, longest = slice(first, first + sum(lengths)), max(lengths)
+        padded = (self.valid[some, :longest], self.tokens[some, :longest])
+        own = (self.own[inside], self.sequence[inside] - some.start, self.within[inside])
+        return PagedBlocks(lengths, self.before[some], self.index[some], *padded, *own)
+
 
 class PagedLayer:
     """What `LayerCache` is for a batch in lock-step: every sequence has a clock of its own, which starts at the end of
     its prompt, and what becomes of it does not depend on the others. A row is the number of a sequence's page.
 
     Attributes: state: views of all pages.  rule: how the layer attends and evicts.  num_heads: of queries.
-        starts: [1, Hkv + 1] of a page without tokens, by tier.
+        at_once: sequences that evict, or are read, together.  starts: [1, Hkv + 1] of a page without tokens, by tier.
     """
 
     def __init__(
@@ -202,6 +218,9 @@ class PagedLayer:
         self.state = paged.form.view(pages)
         self.state.sink_logits = sink_logits
         self.pages = pages[:, : paged.form.nbytes]
+        exact = self.state.exact
+        numbers = self.state.heads * exact.limit * (exact.format.keys.dim(exact.keys.shape[-1]) + exact.value_dim)
+        self.at_once = max(1, min(AT_ONCE, ROOM // (COPIES * numbers * exact.dtype.itemsize)))
         empty = paged.form.allocate(1, pages.device)
         self.rule.layout.clear(empty)
         self.starts = {tier: slots.starts.clone() for tier, slots in empty.tiers.items() if slots.starts is not None}
@@ -219,10 +238,14 @@ class PagedLayer:
     def read(self, blocks: PagedBlocks, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Write the attention output of the next blocks of prompts into `out`; the state then includes them.
 
-        They are read in a copy of their pages, in as many launches whatever their number.
+        They are read in a copy of their pages, in as many launches whatever their number up to `at_once`.
 
         Args: all tokens of the batch: q [N, Hq, D], k, v [N, Hkv, D], out [N, Hq, Dv].
         """
+        for some in blocks.split(self.at_once):
+            self._read(some, q, k, v, out)
+
+    def _read(self, blocks: PagedBlocks, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         chosen, valid = self.state.at(blocks.index), blocks.valid
         own, q, k, v = ops.read(chosen, self.rule.spec, q, k, v, blocks.tokens, self.rule.layout.fixed)
         for tier, slots in own.tiers.items():
@@ -252,7 +275,7 @@ class PagedLayer:
                 own.fill()
                 evict(own, rule)
         else:
-            for some in due.split(AT_ONCE) if len(due) else ():
+            for some in due.split(self.at_once) if len(due) else ():
                 evict(self._at(some), rule)
 
     def step(self, rows: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
@@ -323,8 +346,9 @@ def warm_up(opened: Callable[[Tensor], PagedLayer], paged: PagedRule, traffic: T
         return [torch.zeros(number, *size, dtype=exact.dtype, device=device) for size in sizes]
 
     def read(before: int, *lengths: int) -> None:
-        starts = [0, lengths[0]][: len(lengths)]
-        numbers = torch.tensor([rows[: len(lengths)], starts, lengths], device=device)
+        own = rows[: len(lengths)] + [0] * (len(lengths) - len(rows))  # others are nobody's
+        starts = [0, *accumulate(lengths)][:-1]
+        numbers = torch.tensor([own, starts, lengths], device=device)
         q, k, v = tokens(sum(lengths))
         out = torch.empty(sum(lengths), layer.num_heads, exact.value_dim, dtype=exact.dtype, device=device)
         layer.read(PagedBlocks.of(lengths, [before] * len(lengths), numbers), q, k, v, out)
@@ -342,9 +366,10 @@ def warm_up(opened: Callable[[Tensor], PagedLayer], paged: PagedRule, traffic: T
                 layer.clear(torch.tensor(rows, device=device))
                 exact.starts[rows] = _dealt(most, exact)  # type: ignore[index]
                 read(min(most, traffic.longest), length, *(max(length - 1, 1),) * others)
+    read(traffic.longest, *(min(FEW, traffic.largest),) * min(layer.at_once, traffic.sequences))  # most memory
     nobody = torch.zeros(traffic.sequences, dtype=torch.int64, device=device)
     for batch in range(1, traffic.sequences + 1):
-        layer.evict(nobody[: batch if batch <= AT_ONCE else 0])
+        layer.evict(nobody[: batch if batch <= layer.at_once else 0])
         layer.step(nobody[:batch], *tokens(batch))
 
 

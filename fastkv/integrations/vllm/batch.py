@@ -8,17 +8,19 @@ pages of every step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...cache.pages import AT_ONCE, PagedBlocks, PagedClock, PagedLayer
+from ...cache.pages import PagedBlocks, PagedClock, PagedLayer
 from ...config import Config
 from ...errors import FastKVError
 from .settings import Kind
+
+PADDING = 4096  # tokens that are computed for nothing, about as long as further launches take
 
 
 @dataclass
@@ -81,6 +83,19 @@ def to_host(tensor: Tensor) -> list[int]:
     event.record()
     event.synchronize()
     return copied.tolist()  # type: ignore[no-any-return]
+
+
+def alike(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and last + 1 of blocks that are read together, of those of so many tokens, the longest first: what is
+    padded to the longest of all costs more than further launches.
+    """
+    first = 0
+    for place, length in enumerate(lengths):
+        if (lengths[first] - length) * (len(lengths) - place) >= PADDING:
+            yield first, place
+            first = place
+    if lengths:
+        yield first, len(lengths)
 
 
 class Batcher:
@@ -152,6 +167,7 @@ class Batcher:
         for kind in dict.fromkeys(self.kinds.get(known[i]) for i in (*steps, *reading)):
             mine = [self.kinds.get(i) == kind for i in known]
             own, new, read = ([i for i in some if mine[i]] for some in (steps, begins, reading))
+            read.sort(key=lambda i: -counts[i])
             first = own == list(range(len(own)))
             sent = [
                 [] if first else own,
@@ -166,9 +182,8 @@ class Batcher:
             decoding = self._stage(pages[: len(own)]) if staged else pages.index_select(0, places).long()
             at = None if first else m.query_start_loc.index_select(0, places).long()
             part = found[kind] = Part(decoding, at, pages.index_select(0, leaving).long(), fresh)
-            for start in range(0, len(read), AT_ONCE):
-                some, stop = read[start : start + AT_ONCE], start + AT_ONCE
-                lengths, before = [counts[i] for i in some], [seen[i] - counts[i] for i in some]
+            for start, stop in alike([counts[i] for i in read]):
+                lengths, before = zip(*((counts[i], seen[i] - counts[i]) for i in read[start:stop]))
                 part.prompts.append(PagedBlocks.of(lengths, before, [one[start:stop] for one in prompts]))
         return found
 
