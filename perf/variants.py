@@ -39,7 +39,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FOUR = ("int4", "k8v4")  # whose values are packed
 # Kernels that read nothing else, a few bytes at a time.
 NUMBERS = (
-    "_flash.runs slot_signals.key slot_signals.memorise slot_signals.rank pooling.pool "
+    "_flash.runs slot_signals.key slot_signals.rank pooling.pool "
     "z_scores.needed expected_attention.sum expected_attention.weight"
 ).split()
 LEAVING = ("compact.moments", "compact.merge")
@@ -144,13 +144,12 @@ def compact(dim: int, length: int = 512, known: bool = False, **kept: Any) -> No
     state, rule = layer(dim, **kept)
     shape = candidates(state, length)
     chosen = Selection(mask(*shape), new(*shape[:2], dtype=torch.int64))
-    if not length:
-        operations.compact(mask(*shape), chosen, None, None, state, rule)
-        return
-    _, k, v = block(state, length, 1, dim)
-    positions = new(*k.shape[:3], dtype=torch.int32)
-    state.exact.memory = new(*state.exact.positions.shape) if known else None
-    operations.compact(mask(*shape), chosen, (k, v, positions), new(*shape) if known else None, state, rule)
+    places, numbers, fresh = state.exact.positions, new(*shape) if known else None, None
+    state.exact.memory = torch.empty_strided(places.shape, places.stride(), device="meta") if known else None
+    if length:
+        _, k, v = block(state, length, 1, dim)
+        fresh = k, v, new(*k.shape[:3], dtype=torch.int32)
+    operations.compact(mask(*shape), chosen, fresh, numbers, state, rule)
 
 
 def remember(dim: int, parts: int = 31, most: int = SPARE, **kept: Any) -> None:
@@ -186,15 +185,6 @@ def rows(dim: int, **kept: Any) -> None:
         q, k, v = (new(2 * BLOCK, heads, dim, dtype=state.exact.dtype) for heads in (32, 8, 8))
         own, q, k, v = ops.read(state, rule, q, k, v, new(state.batch, BLOCK, dtype=torch.int64), True)
         ops.write(state, own, q, *new(3, 2 * BLOCK, dtype=torch.int64), new(2 * BLOCK, 32, dim, dtype=q.dtype))
-
-
-def memorise(dim: int, **kept: Any) -> None:
-    """What a policy remembers of the tokens of slots."""
-    state, rule = layer(dim, **kept)
-    exact = state.exact
-    exact.memory = torch.empty_strided(exact.positions.shape, exact.positions.stride(), device="meta")
-    shape = candidates(state)
-    operations.memorise(new(*shape), new(*shape, dtype=torch.int32), mask(*shape), state, rule)
 
 
 def residuals(dim: int, attention: bool = True, dtype: str = "bf16", **kept: Any) -> None:

@@ -40,7 +40,6 @@ def test_what_a_backend_lacks_the_reference_does(name):
         own = getattr(module, function, None) or getattr(reference, function)
         found = implementation(function, name, "cpu")
         assert found is own and callable(found)
-    assert implementation("memorise", "cpu", "cpu") is reference.memorise
     assert implementation("select", "cpu", "cpu") is reference.select
     assert implementation("compact", "auto", "cpu") is cpu.compact
 

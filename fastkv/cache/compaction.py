@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .. import ops
 from ..corrections import Pairs
@@ -49,7 +50,6 @@ def store(
         exact.filled = min(exact.limit - layout.spare, held) if full else held
         if exact.starts is None:
             return
-        memorise(state, signals, rule)
     for slots in state.tiers.values():  # what they receive is added up anew
         if slots.attention is not None:
             slots.attention.zero_()
@@ -80,7 +80,9 @@ def _store_in_slabs(
         _count(state, signals, num)
     else:  # signals are decoded, and know no bias: what is stored moves as it is
         rows, block = exact.equal(exact.filled, room=num), _newest(signals, num)
-    ops.compact(signals.valid, selection, block, None, LayerState(rows, state.seen, state.moments), rule.spec)
+    known = None if exact.memory is None else signals.memory
+    rows.memory = None if known is None else torch.empty_like(known)
+    ops.compact(signals.valid, selection, block, known, LayerState(rows, state.seen, state.moments), rule.spec)
     assert exact.starts is not None
     if full and layout.adaptive:
         counts = rule.plan.parallel.gather(selection.counts)
@@ -90,6 +92,8 @@ def _store_in_slabs(
     elif anew:
         exact.redeal(layout.capacities("exact"))
     pack(exact.starts, [(getattr(exact, name), candidates) for name, candidates in rows.moving().items()])
+    if exact.memory is not None and rows.memory is not None:  # of tokens to come nothing is known
+        pack(exact.starts, [(exact.memory, pad(rows.memory, (0, 1)))])
 
 
 def remember(state: LayerState, signals: Signals, kept: Tensor, most: int, rule: LayerConfig) -> None:
@@ -100,13 +104,6 @@ def remember(state: LayerState, signals: Signals, kept: Tensor, most: int, rule:
     if state.parts is not None and most:
         pairs = (signals.keys, signals.values, signals.positions)
         ops.remember(*pairs, signals.valid, kept, most, state, rule.spec)
-
-
-def memorise(state: LayerState, signals: Signals, rule: LayerConfig) -> None:
-    """Put what the policy remembers of the candidates where the tokens lie."""
-    if state.exact.memory is not None:
-        assert signals.memory is not None
-        ops.memorise(signals.memory, signals.positions, signals.valid, state, rule.spec)
 
 
 def match(candidates: Signals, reread: Reread, state: LayerState, rule: LayerConfig) -> None:

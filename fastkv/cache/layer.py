@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -362,20 +362,20 @@ def evict(state: LayerState, rule: LayerConfig, anew: bool = False) -> None:
         kept = selection.keep_best(candidates, scores, guard, rule)
         compaction.store(state, candidates, kept, 0, rule, full=True, anew=anew)
         return
-    if exact.memory is not None and state.rows is None:
-        candidates = replace(candidates, positions=candidates.positions.clone())  # eviction moves them
     chosen = selection.keep_slots(candidates, scores, guard, copied, rule)
     compaction.remember(state, candidates, chosen.kept, spare, rule)
-    ops.compact(candidates.valid, chosen, None, None, state, rule.spec)
+    known = None if exact.memory is None else candidates.memory
+    if known is not None and state.rows is None:
+        known = known.clone()  # it may be the memory, which changes
+    ops.compact(candidates.valid, chosen, None, known, state, rule.spec)
     if state.rows is None:  # else other rows have more
         exact.filled = exact.limit - spare
-    compaction.memorise(state, candidates, rule)
 
 
 def _evicts_in_place(state: LayerState, rule: LayerConfig) -> bool:
     """Whether nothing but the backend's own operations, which all follow rows, changes the state in an eviction."""
     where = rule.spec.backend, state.seen.device.type
-    asked = "slot_signals", "remember", "compact", "memorise"
+    asked = "slot_signals", "remember", "compact"
     return state.approx is None and all(follows_rows(name, *where) for name in asked)
 
 

@@ -267,8 +267,7 @@ def compact(
     """`reference.compact`; of slots alone, only tokens that leave are copied out, and only those that fill their slots
     are moved."""
     slots, moments = state.exact, state.moments
-    alone = block is None and known is None
-    if alone and torch.equal(valid, torch.arange(valid.shape[-1], device="cpu") < slots.lengths[..., None]):
+    if block is None and torch.equal(valid, torch.arange(valid.shape[-1], device="cpu") < slots.lengths[..., None]):
         gone = valid & ~selection.kept
         most = int(gone.sum(-1).max())
         if moments.key_mean is None or not most:
@@ -276,8 +275,11 @@ def compact(
         else:
             leaving = gone.to(torch.uint8).topk(most, dim=-1, sorted=False).indices.sort(-1).values
             after = moments.add(*slots.pairs_at(leaving), hiding(gone.gather(-1, leaving)))
+        before = None if known is None else slots["positions"][..., : valid.shape[-1]].clone()
         if compiled_slots.leave(slots, selection.kept):
             moments.copy_(after)
+            if known is not None and before is not None:
+                reference.memorise(known, before, valid, state, spec)
             return
     reference.compact(valid, selection, block, known, state, spec)
 

@@ -122,15 +122,16 @@ def _plan_kernel(
             seen_ptr = state.seen_ptr + own // TILE.HEADS
             tl.store(seen_ptr, tl.load(seen_ptr) + new)
     if known_ptr is not None:
-        memory_ptr = state.memory_ptr + own * slots
+        base, room = _stretch(state.starts_ptr, own, slots, TILE.HEADS)
+        memory_ptr = state.memory_ptr + base
         for start in range(0, N, BLOCK):
             index = start + lane
             stays = tl.load(kept_ptr + row + index, mask=index < tl.minimum(used, length), other=0) != 0
             stays &= tl.load(valid_ptr + row + index, mask=index < tl.minimum(used, length), other=0) != 0
             tl.store(memory_ptr + index, tl.load(known_ptr + row + index, mask=stays, other=0.0), mask=stays)
-        for start in range(0, slots, BLOCK):
+        for start in range(0, room, BLOCK):
             index = start + lane
-            free = (index >= length) & (index < slots)
+            free = (index >= length) & (index < room)
             tl.store(memory_ptr + index, 0.0, mask=free)
         _barrier(HIP)  # lists are read by other threads than wrote them
         for start in range(0, moves, BLOCK):
@@ -418,7 +419,7 @@ def compact(
     check_shape(op, "v", v, (batch, heads, k.shape[2], dv))
     check_head_dim(op, max(dk, dv))
     check_contiguous(op, valid=valid, kept=kept)
-    changed = ("lengths", *["attention"] * (block is not None), *["memory"] * (known is not None))
+    changed = ("lengths", *["attention"] * (block is not None), *["memory", "starts"] * (known is not None))
     counted = StatePointers.of(slots, *changed, seen=None if block is None else state.seen)
     check_like(op, valid.shape, known=known)
     for name in ("attention", "memory"):
@@ -426,7 +427,7 @@ def compact(
             check_shape(op, name, addressed(op, numbers, slots.starts), (None, heads, capacity))
     page = check_rows(op, state, held, changing, counted)
     assert 0 <= used <= capacity and k.stride(-1) == v.stride(-1) == 1
-    assert slots.starts is None or (block is None and known is None)
+    assert slots.starts is None or block is None
     if not num or not batch:
         lengths.zero_() if state.rows is None else lengths.index_fill_(0, state.rows, 0)
         return

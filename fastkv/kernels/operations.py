@@ -25,11 +25,10 @@ from .noncausal_mass import noncausal_attention_mass
 from .pooling import chunk_mean, pool_scores
 from .prefill_attention import prefill_attention
 from .select import select, select_each
-from .slot_signals import memorise
 from .window_scores import observed_attention
 from .z_scores import needed_scores, z_scores
 
-FOLLOWS_ROWS = ("compact", "decode_step", "memorise", "prefill_attention", "remember", "slot_signals")
+FOLLOWS_ROWS = ("compact", "decode_step", "prefill_attention", "remember", "slot_signals")
 
 
 def workspace(num_heads: int, state: LayerState, spec: Spec, room: list[Tensor] | None = None) -> list[Tensor]:

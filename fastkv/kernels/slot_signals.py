@@ -1,13 +1,11 @@
 """What is known of the slots before an eviction: in use, protected, and the mean attention received, which starts anew;
-candidates by age, and where what is remembered of them belongs.
+and candidates by age.
 
     valid = slot < length;   guard = position < sinks or >= seen - recent;   mean = received / clamp(seen - position)
 
-Twins of `reference.slot_signals`, `in_order` and `memorise`. Of up to FEW candidates, each is compared with all others:
-how many come before it is its place. Of more, a launch makes the numbers that torch sorts, and counts them. Another
-finds the candidate of every slot by its position: each program compares a tile of slots with up to FEW candidates.
-Bytes per slot: 4 for the position, 2 for the masks, 16 for attention and queries; per head with C slots and N
-candidates: 8 C, and 9 N C / 64 from L2; N for C where candidates are compared.
+Twins of `reference.slot_signals` and `in_order`. Of up to FEW candidates, each is compared with all others: how many
+come before it is its place. Of more, a launch makes the numbers that torch sorts, and counts them.
+Bytes per slot: 4 for the position, 2 for the masks, 16 for attention and queries; to order N: 9 N^2 / 64 from L2.
 Does not handle: attention that heads of unequally many slots collect, tokens without values.
 """
 
@@ -18,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import reference
 from ..errors import check_shape
 from ..reference import LayerState, Spec
 from ._arguments import StatePointers
@@ -144,57 +141,3 @@ def in_order(positions: Tensor, chosen: Tensor, but: Tensor | None = None) -> tu
         grid = counts.numel(), max(triton.cdiv(num, SLOTS), 1)
         _rank_kernel[grid](*given, order, counts, num, SLOTS=SLOTS, CANDIDATES=CANDIDATES)
     return order, counts
-
-
-@triton.jit(do_not_specialize=["page", "slots", "N"])
-def _memorise_kernel(
-    known_ptr, positions_ptr, valid_ptr, memory_ptr, state: StatePointers, rows_ptr, page, slots, N,
-    HEADS: tl.constexpr, SLOTS: tl.constexpr, CANDIDATES: tl.constexpr,
-):  # fmt: skip
-    pair = tl.program_id(0).to(tl.int64)
-    row, own = _home(rows_ptr, page, pair, HEADS)
-    if rows_ptr is not None:
-        if row == 0:
-            return
-    state = StatePointers(*[p if p is None else _page(p, row, page) for p in state])
-    slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
-    if state.starts_ptr is None:
-        inside, place = slot < slots, own * slots + slot
-    else:  # slots: of the whole slab
-        starts_ptr = state.starts_ptr + own // HEADS * (HEADS + 1) + own % HEADS
-        begin = tl.load(starts_ptr)
-        inside, place = begin + slot < tl.load(starts_ptr + 1), own // HEADS * slots + begin + slot
-    used = inside & (slot < tl.load(state.lengths_ptr + own))
-    position = tl.load(state.positions_ptr + place, mask=used, other=-1)
-    found = tl.zeros([SLOTS], tl.float32)
-    for first in range(0, tl.where(tl.max(used.to(tl.int32), 0) > 0, N, 0), CANDIDATES):
-        index = first + tl.arange(0, CANDIDATES)
-        real = tl.load(valid_ptr + pair * N + index, mask=index < N, other=0) != 0
-        theirs = tl.load(positions_ptr + pair * N + index, mask=real, other=-2)
-        known = tl.load(known_ptr + pair * N + index, mask=real, other=0.0)
-        found += tl.sum(tl.where(position[:, None] == theirs[None, :], known[None, :], 0.0), 1)
-    tl.store(_page(memory_ptr, row, page) + place, found, mask=inside)
-
-
-def memorise(known: Tensor, positions: Tensor, valid: Tensor, state: LayerState, spec: Spec) -> None:
-    """`reference.memorise`: one launch, or its sorts of more than FEW candidates; no host sync.
-
-    Raises: FastKVError for shapes or strides that do not fit.
-    """
-    op, slots = "memorise", state.exact
-    assert slots.memory is not None
-    valid, positions = valid.contiguous(), positions.contiguous()
-    check_like(op, (state.batch, state.heads, None), known=known, positions=positions, valid=valid)
-    check_shape(op, "memory", slots.memory, (None, *slots.keys.shape[1:-1]))
-    pointers = StatePointers.of(slots, "positions", "lengths", "starts")
-    page = check_rows(op, state, pointers, memory=slots.memory)
-    if valid.shape[2] > FEW:
-        with state.gathered(only=("seen", "lengths", "starts", "positions", "memory")) as own:
-            reference.memorise(known, positions, valid, own, spec)
-        return
-    each = slots.keys.shape[-2]  # of a head, or of the slab
-    if valid.numel() or each:
-        _memorise_kernel[state.batch * state.heads, triton.cdiv(slots.limit, SLOTS)](
-            known, positions, valid.view(torch.uint8), slots.memory, pointers, state.rows, page, each, valid.shape[2],
-            HEADS=state.heads, SLOTS=SLOTS, CANDIDATES=CANDIDATES,
-        )  # fmt: skip

@@ -104,9 +104,6 @@ remember = opaque(nothing, changes=("state",))(by_spec(reference.remember))
 # Kernel: two launches, three with moments; survivors stay in place, only holes are filled; refreshes `moments.slope`.
 compact = opaque(nothing, changes=("state",))(by_spec(reference.compact))
 
-# Kernel: one launch.
-memorise = opaque(nothing, changes=("state",))(by_spec(reference.memorise))
-
 
 def _candidates(
     keys: Tensor, values: Tensor, positions: Tensor, memory: Tensor | None, lengths: Tensor, k: Tensor, *rest: Any

@@ -170,8 +170,11 @@ def compact(
     slots, moments = state.exact, state.moments
     if slots.starts is not None:
         equal = slots.equal(valid.shape[-1])
+        equal.memory = None if known is None else torch.empty_like(known)
         compact(valid, selection, block, known, LayerState(equal, state.seen, moments), spec)
         pack(slots.starts, zip(slots.moving().values(), equal.moving().values()))
+        if slots.memory is not None and equal.memory is not None:
+            pack(slots.starts, [(slots.memory, pad(equal.memory, (0, 1)))])  # it repeats the last one
         return
     used = valid.shape[-1] - (0 if block is None else block[0].shape[2])
     evicted = valid & ~selection.kept
