@@ -183,6 +183,8 @@ CASES = {  # the name of the operator, and what is special about the case
     "compact of unequal heads in fp8": lambda b: shrink(encoded(layer(ragged=True), "fp8"), b, randn(B, HKV, 9)),
     "prefill_attention": lambda b: attend(layer(), b, order=1),
     "prefill_attention with sinks": lambda b: attend(sunk(layer(parts=5)), b, correction="centroids"),
+    "prefill_attention of unequal heads": lambda b: attend(biased(layer(True, parts=5)), b, correction="centroids"),
+    "prefill_attention of unequal heads in int8": lambda b: attend(encoded(layer(ragged=True), "int8"), b, order=1),
     "prefill_attention with centroids": lambda b: attend(layer(parts=5), b, correction="centroids"),
     "remember": lambda b: case(
         *block(), torch.rand(B, HKV, T) > 0.2, torch.rand(B, HKV, T) > 0.6, T, layer(parts=5),

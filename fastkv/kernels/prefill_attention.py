@@ -12,7 +12,8 @@ once.
 Does not handle: sliding windows inside the slots; slots that are not the leading part of a contiguous cache; float32
 with head_dim above 256. Slots in 4 bits are decoded beforehand, into a copy of one layer, where `tile_of` has no tile:
 with rotated queries, codes and numbers in registers none of 16 to 128 rows does without spills. Where the batch lives
-in chosen rows of pages, these are read where they lie, except by what needs such a copy or heads of equally many slots.
+in chosen rows of pages, or heads own unequal stretches of a slab, slots are read where they lie, except by what needs
+such a copy, and where both is so.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from ._attention import (
     _normalise,
     _page,
     _softmax_update,
+    _stretch,
     _sum_products,
     _turned_query,
     _turned_rest,
@@ -48,6 +50,7 @@ from ._codes import _codes_of, _factors, _numbers, _packed, _rotated_rows, _scal
 from ._evicted import CENTROIDS, Terms, _dot_terms, _seed
 from ._flash import _add_attended, _run, attend_itself, serves
 from ._launch import (
+    addressed,
     check_contiguous,
     check_head_dim,
     check_like,
@@ -309,7 +312,7 @@ class PrefillTile(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Slots of a head, and its centroids."""
+    """Slots of a head, or of the slab of unequal ones, and its centroids."""
 
     slots: Any
     centroids: Any
@@ -365,10 +368,11 @@ def _prefill_kernel(
 
     length = tl.load(state.lengths_ptr + head).to(tl.int32)
     whole = length // BLOCK_N * BLOCK_N
-    keys = _codes_of(state.keys_ptr, key_scales_ptr, head * held.slots, D)
-    values = _codes_of(state.values_ptr, value_scales_ptr, head * held.slots, DV)
-    key_scales = _scales_of(key_scales_ptr, head * held.slots, D)
-    value_scales = _scales_of(value_scales_ptr, head * held.slots, DV)
+    base, _ = _stretch(state.starts_ptr, head, held.slots, HEADS)
+    keys = _codes_of(state.keys_ptr, key_scales_ptr, base, D)
+    values = _codes_of(state.values_ptr, value_scales_ptr, base, DV)
+    key_scales = _scales_of(key_scales_ptr, base, D)
+    value_scales = _scales_of(value_scales_ptr, base, DV)
     turned = _turned_query(queries, key_scales_ptr, D)
     rest = _turned_rest(queries, key_scales_ptr, D)
     if _packed(value_scales_ptr):
@@ -376,12 +380,12 @@ def _prefill_kernel(
     for first in range(0, whole, BLOCK_N):
         top, total, acc = _add_slots(
             top, total, acc, turned, rest, q_ptrs, rows, keys, values, key_scales, value_scales, state.bias_ptr,
-            head * held.slots, first, length, scaling, False, TILE,
+            base, first, length, scaling, False, TILE,
         )  # fmt: skip
     for first in tl.range(whole, length, BLOCK_N, num_stages=1):
         top, total, acc = _add_slots(
             top, total, acc, turned, rest, q_ptrs, rows, keys, values, key_scales, value_scales, state.bias_ptr,
-            head * held.slots, first, length, scaling, True, TILE,
+            base, first, length, scaling, True, TILE,
         )  # fmt: skip
     if _packed(value_scales_ptr):
         acc = _turned(acc, DV)
@@ -489,14 +493,21 @@ def prefill_attention(
     if state.rows is not None and (tile is None or divides or spills or exact.starts is not None):  # copies them alone
         with state.gathered(changes=False) as own:
             return prefill_attention(q, k, v, valid, own, spec)
-    coded = () if exact.format.plain else ("key_scales", "value_scales")
-    (keys, values, *found), lengths = exact.stored("keys", "values", *coded), exact.lengths
+    starts = None if tile is None or exact.values is None else exact.starts  # else unequal heads are copied
+    names = PAIRS[:2] if exact.format.plain else PAIRS
+    bias, lengths = exact.bias, exact.lengths
+    if starts is None:
+        keys, values, *found = exact.stored(*names)
+        bias = None if bias is None else exact.stored("bias")[0]
+    else:
+        keys, values, *found = (getattr(exact, name) for name in names)
     scales = found or (None, None)
     check_scales(op, exact)
-    heads, num_slots = keys.shape[1], keys.shape[2]
+    _, heads, num_slots, _ = addressed(op, keys, starts).shape
     groups, stored = check_groups(op, num_heads, heads), batch if state.rows is None else len(keys)
-    check_shape(op, "keys", keys, (stored, heads, num_slots, exact.format.keys.width(dim)))
-    check_shape(op, "values", values, (stored, heads, num_slots, exact.format.values.width(value_dim)))
+    check_shape(op, "keys", addressed(op, keys, starts), (stored, heads, num_slots, exact.format.keys.width(dim)))
+    shape = stored, heads, num_slots, exact.format.values.width(value_dim)
+    check_shape(op, "values", addressed(op, values, starts), shape)
     check_shape(op, "k", k, (batch, heads, num, dim))
     check_shape(op, "v", v, (batch, heads, num, value_dim))
     check_shape(op, "valid", valid, (batch, num))
@@ -511,10 +522,11 @@ def prefill_attention(
         keys, values = (exact[name].to(q.dtype) for name in ("keys", "values"))
         scales, tile = (None, None), tile_of(replace(case, bits=0))
         assert tile is not None
-    slots = keys.stride(1) // keys.shape[-1]
+    slots = num_slots if starts is not None else keys.stride(1) // keys.shape[-1]
+    check_contiguous(op, **{} if starts is None else {"keys": keys, "values": values})
     for name, tensor in (("keys", keys), ("values", values)):
         row, free = tensor.shape[-1], page is not None or batch == 1  # to lie anywhere
-        if num_slots and tensor.stride()[free:] != (heads * slots * row, slots * row, row, 1)[free:]:
+        if starts is None and num_slots and tensor.stride()[free:] != (heads * slots * row, slots * row, row, 1)[free:]:
             raise FastKVError(f"{op}: {name} must be leading slots of a contiguous cache, got strides "
                               f"{tensor.stride()} for shape {list(tensor.shape)}; slice only the slots")  # fmt: skip
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
@@ -530,10 +542,10 @@ def prefill_attention(
         heads, groups, dim, value_dim, width, value_width, tile.rows, tile.keys, centroids, min(tile.seed, width),
         min(tile.slice or width, width), has_slope,
     )  # fmt: skip
-    bias = None if exact.bias is None else exact.stored("bias")[0]
     _prefill_kernel[(triton.cdiv(num * groups, tile.rows), batch * heads)](
         View.of(q), View.of(k), View.of(v), valid.view(torch.uint8), attend_itself(q, k, v, valid, spec),
-        StatePointers(keys, values, scales[0], scales[1], bias, lengths_ptr=lengths), pointers, state.sink_logits,
+        StatePointers(keys, values, scales[0], scales[1], bias, lengths_ptr=lengths, starts_ptr=starts), pointers,
+        state.sink_logits,
         ResultPointers(out, lse, lse_evicted), Scaling(spec.scale, softcap), state.rows, page, num,
         Held(slots, known.num), TILE=sizes, num_warps=tile.warps, num_stages=stages(tile.stages),
     )  # fmt: skip
