@@ -66,6 +66,14 @@ def test_the_evicted_mass_of_a_block_reaches_what_is_observed(monkeypatch, recor
     torch.testing.assert_close(*told, want)
 
 
+def test_what_was_decoded_joins_with_the_next_prompt():
+    module = fresh("keydiff", Budget(tokens=32, sinks=2, recent=4), correction="centroids", evict_every=8)
+    given = tokens(41)
+    for first, end in ((0, 32), *((at, at + 1) for at in range(32, 37)), (37, 41)):
+        module(*(rows[:, :, first:end] for rows in given))
+    assert (module.state.parts.count.sum(-1) == 9).all()
+
+
 # What is done to a cache is done to them.
 
 

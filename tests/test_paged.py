@@ -226,13 +226,11 @@ def test_an_eviction_touches_as_many_bytes_whatever_the_batch(policy, correction
     assert added[0] == added[1] > 0
 
 
-def test_large_pages_are_copied_a_few_at_a_time():
-    """Heads of 32,768 tokens: 8 of 128 numbers in bf16, thrice, are 400 MB."""
+def test_large_pages_are_copied_a_few_at_a_time():  # 8 heads of 32,768 tokens, thrice in bf16, are 400 MB
     like = torch.empty(1, 8, 0, 128, dtype=torch.bfloat16, device="meta")
     for budget, at_once in ((1024, 64), (32768, 2)):
         rule = PagedRule.of(LayerPlan(config_of("keydiff", budget=budget)), like, like)
-        pages = torch.empty(2, rule.form.nbytes, dtype=torch.uint8, device="meta")
-        assert PagedLayer(rule, pages, 8, SCALE, None, CacheWorkspace()).at_once == at_once
+        assert PagedLayer(rule, rule.form.allocate(2, "meta").pages, 8, 1.0, None, CacheWorkspace()).at_once == at_once
 
 
 @pytest.mark.parametrize("policy, correction", [("snapkv", "centroids"), ("momentkv", "auto"), ("keydiff", "auto")])

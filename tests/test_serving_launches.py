@@ -21,8 +21,7 @@ from .test_paged import calibrated
 from .test_serving_batch import described, only
 
 HQ, HKV, DIM, BLOCK, EVERY = 8, 2, 32, 512, 16
-# Of a step in which prompts begin, of one that reads more of their blocks, of one that reads their ends, and before one
-# where an eviction is due.
+# Of steps in which prompts begin, go on and end, and before one where an eviction is due.
 LAUNCHES = {
     ("keydiff", "uniform"): (7, 10, 10, 7),
     ("keydiff", "calibrated"): (9, 10, 10, 7),
@@ -78,9 +77,7 @@ class Server:
 @pytest.mark.calibrated
 @pytest.mark.parametrize("policy, heads", LAUNCHES)
 def test_launches_do_not_grow_with_the_number_of_requests(policy, heads):
-    """Of steps with prompts beside sequences that decode, of one that only decodes, and of what comes before the step
-    after an eviction is due.
-    """
+    """Of steps with prompts beside sequences that decode, of one that only decodes, and before an eviction."""
     begin, on, end, before_eviction = LAUNCHES[policy, heads]
     cleared = 1 if heads == "uniform" else 2  # a page, and where its heads begin
     for number in (2, 8):
