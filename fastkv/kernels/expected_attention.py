@@ -65,6 +65,11 @@ def _logit_kernel(
     kv = head // TILE.G
     key = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = tl.load(valid_ptr + kv * N + key, mask=key < N, other=0) != 0
+    if tl.max(real.to(tl.int32), 0) == 0:  # slots that a shorter head than the longest does not have
+        tl.store(logits_ptr + head * N + key, tl.full([BLOCK_N], -float("inf"), tl.float32), mask=key < N)
+        if head % TILE.G == 0:
+            tl.store(lengths_ptr + kv * N + key, tl.zeros([BLOCK_N], tl.float32), mask=key < N)
+        return
     keys_ptr = keys.ptr + (kv // HEADS) * keys.stride_b + (kv % HEADS) * keys.stride_h
     row_ptr = keys_ptr + key.to(tl.int64)[:, None] * keys.stride_t
     column = tl.arange(0, BD)
