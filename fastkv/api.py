@@ -75,8 +75,8 @@ def patch(
             zeroth-order part; "centroids": a few weighted pairs; "none": nothing. "matching": values and biases of the
             kept tokens are fitted to a second reading instead (Attention Matching). "vector": half of the pairs make
             room for twice as many tokens that keep only their key, and a linear map recovers their values (VECTOR);
-            "vector+mean" and "vector+moments" do both. "auto": the policy's own. An object has other settings, as
-            `fastkv.corrections.get("centroids", share=8)`.
+            "vector+mean" and "vector+moments" do both. "centroids:64", "vector:0.25": with that share, see
+            `corrections.CentroidCorrection` and `VectorCorrection`. "auto": the policy's own.
         backend: "triton": Triton kernels; "cpu": C++ and torch's fused attention; "reference": plain torch. "auto":
             "triton" on an accelerator, "cpu" on a CPU.
         static: whether decode steps change tensors at fixed addresses only, so that they can be compiled and captured

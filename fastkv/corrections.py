@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -298,7 +299,7 @@ def names() -> list[str]:
 
 
 def get(name: str | bool | Correction | None, **options: Any) -> Correction:
-    """The correction called `name`, with the given options.
+    """The correction called `name`, with the given options; "centroids:64" is "centroids" with share=64.
 
     True is "moments"; False and None are "none"; a Correction is returned as it is.
 
@@ -308,6 +309,11 @@ def get(name: str | bool | Correction | None, **options: Any) -> Correction:
         return name
     if name is None or isinstance(name, bool):
         name = "moments" if name else "none"
+    name, _, share = name.partition(":") if isinstance(name, str) else (name, "", "")
+    if share:
+        with suppress(ValueError):  # the correction says what it expected
+            options["share"] = share
+            options["share"] = float(share) if "." in share else int(share)
     found = next((correction for correction in ALL if correction.name == name), None)
     if found is None:
         raise FastKVError(f"correction must be one of auto, {', '.join(names())}, got {name!r}")

@@ -50,7 +50,7 @@ def test_all_are_known_by_name():
     for one in corrections.ALL:
         assert corrections.get(one.name) is one
         hash(one)  # frozen
-    assert corrections.get(True).name == "moments"
+    assert corrections.get(True).name == "moments" and corrections.get("centroids:8").share == 8
     assert corrections.get(False) is corrections.get(None) is corrections.NONE
 
 
