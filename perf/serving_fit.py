@@ -15,7 +15,12 @@ from .serving import engine_of, fitting, in_process, parse, write
 
 def main(arguments: list[str] | None = None) -> None:
     """Start all engines, one after the other; an engine's name is its budget, "0" for vLLM's own cache."""
-    how = {"length": 16384, "budgets": ["4096", "4096:centroids:64", "4096:none", "1024"], "slots": "int8", "cache_mib": 8192}
+    how = {
+        "length": 16384,
+        "budgets": ["4096", "4096:centroids:64", "4096:none", "1024"],
+        "slots": "int8",
+        "cache_mib": 8192,
+    }
     options = parse("perf.serving_fit", __doc__, arguments, **how)
     if options.engine:
         budget, _, correction = options.engine.partition(":")

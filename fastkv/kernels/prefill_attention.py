@@ -125,6 +125,7 @@ SINGLE_PACKED = {"": dict.fromkeys((16, 32, 64), Tile(32, 32, 8, 1, seed=16))}
 # Slots with a bias, with which triton 3.6 spills, and evicted tokens whose slope is found in the kernel (3.9).
 HALF_BIASED = {"": dict.fromkeys((16, 32, 64), Tile(64, 32, 4, 3)) | {128: Tile(128, 32, 8, 2)}}
 HALF_CROSS = {"": {128: Tile(128, 32, 8, 2, seed=16)}}
+HALF_RAGGED = {"100": {128: Tile(128, 32, 8, 1, seed=16)}}  # of 8 bits, where heads own unequal stretches, likewise
 HALF_ROWS = {"90": {256: Tile(64, 64, 8, 2, 128, 16)}}  # where each program looks up its page, which takes registers
 CAP_TILE_HIP = 32  # keys per tile under a softcap on AMD, whose registers hold no more
 
@@ -426,8 +427,9 @@ class Case:
         width: padded head_dim.  dtype: of q.  chip: see `chip_of`.  capped: whether logits are.  order: of `Terms`.
         bits: of a number in a slot where it is a code, else 0.  biased: whether slots have a bias.  cross: whether the
             slope of the evicted tokens is still to be found from their cross moments.  rows: whether the batch lives in
-            chosen rows of the state.  attended: whether flash-attn attends to the block itself.  turned: whether keys
-            are codes of 4 bits, so that queries are rotated.
+            chosen rows of the state.  ragged: whether heads own unequal stretches of a slab.  attended: whether
+            flash-attn attends to the block itself.  turned: whether keys are codes of 4 bits, so that queries are
+            rotated.
     """
 
     width: int
@@ -439,6 +441,7 @@ class Case:
     biased: bool = False
     cross: bool = False
     rows: bool = False
+    ragged: bool = False
     attended: bool = False
     turned: bool = False
 
@@ -460,6 +463,7 @@ def tile_of(case: Case) -> Tile | None:
         (case.biased, HALF_BIASED),
         (case.cross, HALF_CROSS),
         (case.rows, HALF_ROWS),
+        (case.bits and case.ragged, HALF_RAGGED),
         (case.order == CENTROIDS and case.attended, HALF_ATTENDED),
     ]
     for asked, other in [] if single else special:
@@ -486,7 +490,8 @@ def prefill_attention(
     cross = known.order == 1 and isinstance(evicted, Moments) and evicted.slope is None
     case = Case(
         max(width, value_width), q.dtype, chip_of(q.device), softcap is not None, known.order, exact.format.values.bits,
-        exact.bias is not None, cross, state.rows is not None, serves(q, v, spec), exact.format.keys.bits == 4,
+        exact.bias is not None, cross, state.rows is not None, exact.starts is not None, serves(q, v, spec),
+        exact.format.keys.bits == 4,
     )  # fmt: skip
     tile, divides = tile_of(case), cross and value_width >= 256 and q.element_size() == 2
     spills = case.width >= 256 and q.dtype == torch.float32  # where each program looks up its page
