@@ -361,6 +361,7 @@ class FastKVAttention(Module):
             tier.filled, tier.limit = filled, limit
         self.cache.started = self.length > 0
         self._bind()
+        self.cache.loaded()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Load a sequence, which makes or replaces the buffers where they do not fit it."""

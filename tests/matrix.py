@@ -123,8 +123,7 @@ def compile_ahead(place: Path, chip: str) -> tuple[int, list[str]]:
 
 def outcomes(target: Target, place: Path, only: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """Of everything that the target asks for, one after the other: what was really there, which tests or variants of
-    kernels passed, which failed and why, and of which fastkv.
-    """
+    kernels passed, which failed and why, and of which fastkv."""
     (there,) = (one.version for one in distributions(path=[str(place)]) if one.metadata["Name"] == target.package)
     jobs = [(test, file, file) for file in target.tests]
     jobs += [(compile_ahead, chip, f"compile for {chip}") for chip in target.chips]

@@ -94,8 +94,7 @@ def positions(state, row):
 
 def account(cache, seen, sinks=0, recent=0):
     """Every head has stored or evicted each of the tokens that its row has seen [B], once; the first and the last ones
-    it has stored; all is finite.
-    """
+    it has stored; all is finite."""
     for layer in compressed_layers(cache):
         state, stored = cache.layers[layer].state, cache.stored(layer)
         assert torch.equal(state.seen, seen)

@@ -19,8 +19,7 @@ FIRST = 4  # of what a launcher is given are not arguments of the kernel
 
 def carried(value, device, storages):
     """What the kernel is given for a value: tensors of the CPU with the offset and strides that they have, in copies of
-    their storages, which are noted by address with the storages themselves.
-    """
+    their storages, which are noted by address with the storages themselves."""
     if isinstance(value, tuple):
         members = [carried(one, device, storages) for one in value]
         return type(value)(*members) if hasattr(value, "_fields") else tuple(members)

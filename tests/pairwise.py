@@ -10,8 +10,7 @@ def covering(*factors, together=2, where=lambda *values: True, slow=()):
     """The product of the factors for `parametrize`; any `together` values meet in a case that is not marked slow.
 
     together=1: every value of every factor is in some case of every day; 2: so is every pair of values. Cases are left
-    out unless `where(*values)`, and are slow with one of the values in `slow`.
-    """
+    out unless `where(*values)`, and are slow with one of the values in `slow`."""
     sizes = [range(len(factor)) for factor in factors]
     values = {case: [list(factor)[at] for factor, at in zip(factors, case)] for case in product(*sizes)}
     cases = [case for case in values if where(*values[case])]
@@ -44,8 +43,7 @@ FOLLOWERS = (
 
 def each(names, *factors, often=FOLLOWERS):
     """The product of policies and factors for `parametrize`; all cases of a follower are marked slow, or, where it is
-    among the `often` tested, all but one, which is another one for each.
-    """
+    among the `often` tested, all but one, which is another one for each."""
     cases = list(product(*factors))
     return [
         named(name, *case, slow=name in FOLLOWERS and (name not in often or at != FOLLOWERS.index(name) % len(cases)))

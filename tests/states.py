@@ -39,8 +39,7 @@ def make_state(keys, values, lengths, positions=None, seen=None, moments=None, *
                limit=-1, **rest):  # fmt: skip
     """A state of these tensors, not of copies; nothing seen and nothing evicted unless it is said.
 
-    Args: rest: approx, parts, recovery and scratch of `LayerState`.
-    """
+    Args: rest: approx, parts, recovery and scratch of `LayerState`."""
     if seen is None:
         seen = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
     if moments is None:
@@ -54,8 +53,7 @@ FACTS = {one.name for one in fields(LayerFacts)}
 
 def best_slots(scores, state, spec):
     """Which slots are in use, and which of those stay where every head keeps `spec.tokens`, or of a slab `spec.spare`
-    fewer than it owns; scores [B, Hkv, N] of the first N slots, all of those in use among them.
-    """
+    fewer than it owns; scores [B, Hkv, N] of the first N slots, all of those in use among them."""
     slots, num = state.exact, scores.shape[-1]
     positions = slots.positions if slots.starts is None else unpack([slots.positions], slots.starts, num)[0]
     valid = torch.arange(num) < slots.lengths[..., None]
@@ -207,8 +205,7 @@ def in_slab(state, *capacities):
 def compiled_step(q, slots, scale, received=None):
     """What the compiled step of a CPU makes of q [B, Hkv, G, D] and slots: out [B, Hkv, G, D] and lse [B, Hkv, G].
 
-    received: where what slots receive is added, as `Slots.attention`.
-    """
+    received: where what slots receive is added, as `Slots.attention`."""
     slots.attention = received
     counted = Moments(torch.zeros(slots.lengths.shape, dtype=torch.int64))
     state = LayerState(slots, torch.zeros(len(q), dtype=torch.int64), counted)

@@ -213,8 +213,7 @@ SLOTS = compiled.library("slots")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_stretches_of_a_head_add_up(dtype, ragged):
     """Heads of up to three and a half stretches, one of which no query sees, with one large logit in another; and the
-    same bits for any number of threads.
-    """
+    same bits for any number of threads."""
     random, lengths = torch.Generator().manual_seed(5), torch.tensor([[450, 128, 0], [129, 1, 300]], dtype=torch.int32)
     keys, values = (torch.randn(2, 3, 450, 32, generator=random).to(dtype) for _ in range(2))
     bias = torch.zeros(2, 3, 450)

@@ -46,8 +46,7 @@ def commands(pattern, text):
 @pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
 def test_what_a_page_points_to_is_there(path):
     """Links lead to files, because a site has no page for a folder. What is used of fastkv is there after `import
-    fastkv` alone, but for modules that are imported by themselves.
-    """
+    fastkv` alone, but for modules that are imported by themselves."""
     text = path.read_text()
     assert not [target for target in links(text) if not (path.parent / target).is_file()]
     assert not [name for name in paths(text) if not list(ROOT.glob(name.rstrip("/")))]

@@ -46,8 +46,7 @@ MODULES = {module_name(path): path for path in FILES}
 def imports(path):
     """What a module imports from the package, at its top or in functions: (module, name in it or None, whether at top).
 
-    What is imported for annotations only is left out: a type checker reads it and Python does not.
-    """
+    What is imported for annotations only is left out: a type checker reads it and Python does not."""
     tree, name = TREES[path], module_name(path)
     package = (name if path.name == "__init__.py" else name.rpartition(".")[0]).split(".")
     nodes = list(ast.walk(tree))

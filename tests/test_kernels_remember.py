@@ -147,8 +147,7 @@ def test_means_in_bfloat16(monkeypatch, few):
 def test_equal_costs_go_to_the_older(most):
     """One round of tokens that occur four times each, twice in either half: every mover has two offers of no cost.
 
-    Exactly, also on tensor cores: means are 0 and standard deviations 2.
-    """
+    Exactly, also on tensor cores: means are 0 and standard deviations 2."""
     keys, values = (torch.zeros(1, 12, 16, 16) for _ in range(2))
     kinds = torch.tensor([[1.0, 1, 1, 1], [-1, -1, -1, -1], [1, -1, 1, -1], [-1, 1, -1, 1]])
     source = torch.Generator().manual_seed(0)

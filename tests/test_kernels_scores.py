@@ -57,8 +57,7 @@ def hide(keys, mask):
 def close(got, specified, tiny=1e-6):
     """got is as near to the float64 result as the same-dtype torch computation, within a factor of two.
 
-    Args: specified: the specification, as a function of the dtype that it computes in.
-    """
+    Args: specified: the specification, as a function of the dtype that it computes in."""
     exact, plain = specified(torch.float64), specified(torch.float32)
     assert got.dtype == torch.float32 and got.isfinite().all()
     if exact.numel():

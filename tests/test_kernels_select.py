@@ -117,8 +117,7 @@ def check_compact(slots="model", dtype=torch.float32, dim=64, value_dim=None, ro
                   order=1, evicted=50, shift=0.0, paged=False, batch=2, heads=2, seed=0):  # fmt: skip
     """Up to `used` slots of each head and a block of `num`, of which random `tokens` stay: what stays of the slots
     moves as it is, what stays of the block is encoded, and moments see the block as it was. Unused slots and padding
-    are NaN; the block is a transposed view, as Hugging Face makes it.
-    """
+    are NaN; the block is a transposed view, as Hugging Face makes it."""
     source, value_dim = torch.Generator().manual_seed(seed), value_dim or dim
 
     def normal(*shape):

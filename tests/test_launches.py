@@ -69,8 +69,7 @@ def test_nor_do_scores_of_prompts():
 
 def test_a_prompt_of_centroids_is_few_launches():
     """Per block of tokens that join: one that gathers, one that splits, seven rounds of two, one for the others. One
-    more makes what torch sorts.
-    """
+    more makes what torch sorts."""
     num, state = 32768, layer("snapkv", Budget(tokens=1024), correction="centroids")
     q, k, v = tokens(1)
     state.allocate(HQ, k, v, num)

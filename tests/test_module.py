@@ -19,6 +19,7 @@ from fastkv.rotary import Rotary
 
 from .models import build, generate, policy, prompt, raises, small
 from .pairwise import covering, each, named
+from .test_paged import calibrated
 
 B, HQ, HKV, D = 2, 4, 2, 16
 TOKENS, EVERY = 20, 5
@@ -192,6 +193,16 @@ def test_state_dict_continues_the_sequence(make):
     assert all(torch.equal(one.stored(), module.stored()) for one in copies)
 
 
+def test_heads_of_a_loaded_sequence_are_dealt_anew():
+    made = [fresh(budget=calibrated(*shares, tokens=16)) for shares in ((1.5, 0.5), (0.5, 1.5))]
+    made[0](*tokens(40))
+    made[1].load_state_dict(made[0].state_dict())
+    for _ in range(EVERY):
+        made[1](*tokens(1))
+    starts, capacities = made[1].state.exact.starts, made[1].cache.rule.layout.capacities("exact")
+    assert starts.diff().tolist() == [capacities] * B and (made[1].stored() <= torch.tensor(capacities)).all()
+
+
 def test_loading_keeps_the_addresses():
     module, other = fresh(), fresh()
     module(*tokens(44))
@@ -303,8 +314,7 @@ DAILY = {"adaptive heads", "no values"}
 )  # fmt: skip
 def test_compiled_decode(name, backend, first):
     """One graph, and one for steps that evict, in their turn also while slots are free; one more where the host counts
-    the length (VECTOR).
-    """
+    the length (VECTOR)."""
     graphs, worst = compare(KINDS.get(name, lambda: fresh(name)), backend, first)
     assert graphs == (3 if name == "no values" else 2) and worst <= 1e-6
 

@@ -72,8 +72,7 @@ def cast(tensors, dtype):
 def test_attention_is_softmax_at_any_logits(kind, dtype):
     """Over slots, in one step of decoding and for a prompt block; default tolerances of the dtype.
 
-    A block is merged with its past by their log-sum-exps, of which fp32 rounds off half a unit in the last place.
-    """
+    A block is merged with its past by their log-sum-exps, of which fp32 rounds off half a unit in the last place."""
     q, k, v = cast(KINDS[kind](24), dtype)
     lengths = torch.tensor([[16, 9], [1, 16]])
     out, _, none = ops.decode_attention(q[:, :, 20], k[:, :, :16], v[:, :, :16], lengths, None, SCALE)
@@ -201,8 +200,7 @@ def clean_rows(model, ids, mask, bad):
 @pytest.mark.parametrize("name,mode", covering(NAMES, list(VALUES), together=1, where=go_together, slow=FOLLOWERS))
 def test_a_row_of_nan_touches_nobody(name, mode, tmp_path):
     """Bit for bit. Where heads share slots, the width of a step is that of the batch's longest head, which a poisoned
-    row may be: sums over other widths differ in the last bit, and what is kept does not.
-    """
+    row may be: sums over other widths differ in the last bit, and what is kept does not."""
     model = poisoned(build(), VALUES[mode])
     patch(model, name, tmp_path, mode)
     ids, mask = prompt()

@@ -349,6 +349,18 @@ def test_backends_agree(name):
                 torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_known_may_be_the_memory(backend):
+    memories = []  # as in a compiled step, which leaves copies out
+    for own in (True, False):
+        torch.manual_seed(0)
+        (valid, chosen, _, _, state, spec), _ = shrink(remembering(), backend, randn(B, HKV, C))
+        known = state.exact.memory
+        ops.compact(valid, chosen, None, known if own else known.clone(), state, spec)
+        memories.append(state.exact.memory)
+    assert torch.equal(*memories)
+
+
 @pytest.mark.parametrize("order, softcap", [(None, None), (0, 2.0), (1, None), (1, 2.0)])
 def test_decode_attention_backends_agree(order, softcap):
     q, (keys, values), state = randn(B, HKV * G, D), pairs(6), evicted(0, 12)

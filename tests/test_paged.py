@@ -62,8 +62,7 @@ def alone(config, prompt, steps):
 def read_blocks(layer, rows, before, blocks):
     """The outputs [1, Hq, T, D] of blocks of prompts, (q, k, v) of each, which lie among other tokens of a batch.
 
-    Heads lie beside each other in every token, as an engine has them.
-    """
+    Heads lie beside each other in every token, as an engine has them."""
     layer.clear(torch.tensor([row for row, done in zip(rows, before) if not done], dtype=torch.int64))
     gap = torch.full((1, HQ, 1, DIM), float("nan"))
     parts = [[t for i in range(len(rows)) for t in (gap[:, : blocks[i][n].shape[1]], blocks[i][n])] for n in range(3)]
@@ -123,8 +122,7 @@ PLAIN = {  # the interpreter is slow
 @pytest.mark.parametrize("case", [named(case, slow=case in ("triton", "remembers, triton")) for case in CASES])
 def test_sequences_do_not_depend_on_each_other(case):
     """Sequence b arrives in turn b; blocks of all prompts are read together, of calibrated heads of two at once, while
-    others decode and evict in their own time. Nor on the kernels: alone they are computed without them.
-    """
+    others decode and evict in their own time. Nor on the kernels: alone they are computed without them."""
     config, plain = config_of(*CASES[case]), config_of(*CASES[PLAIN.get(case, case)])
     prompts, steps = [tokens(num, num) for num in (29, 5, 16)], [tokens(6, 100 + num) for num in range(3)]
     lengths = [q.shape[2] for q, *_ in prompts]

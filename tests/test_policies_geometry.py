@@ -55,8 +55,7 @@ def made(held=9, new=11, batch=2, heads=2, seed=0, decoding=False, pads=(0, 3), 
     """Signals with `held` retained tokens in random order and a block of `new`.
 
     The block of row b starts with pads[b] padding tokens, its last holes[b] slots are empty; both hold NaN. While
-    decoding there is no block: the `new` tokens were generated one by one and have no memory.
-    """
+    decoding there is no block: the `new` tokens were generated one by one and have no memory."""
     num = held + new
     keys, values = randn(batch, heads, num, dim, seed=seed), randn(batch, heads, num, dim, seed=seed + 1)
     queries = 2 * randn(batch, 2 * heads, new, dim, seed=seed + 2)

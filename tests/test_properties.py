@@ -39,8 +39,7 @@ D, DV, SCALE = 4, 3, 0.4
 def best(candidates, tokens):
     """Names of the `tokens` best of (protected, score, place, name): protected first, then score, then lower place.
 
-    NaN and minus infinity are the lowest scores there are.
-    """
+    NaN and minus infinity are the lowest scores there are."""
 
     def rank(candidate):
         protected, score, place, _ = candidate
@@ -61,8 +60,7 @@ def moments_of(tokens):
 def attention_of(q, tokens, gone, scale, softcap, order, value_dim=DV):
     """Attention of one query over (key, value) pairs and what the moments of `gone` stand for, without logarithms.
 
-    Returns: the output, the weight of each token, the mass of the tokens and the mass of the moments.
-    """
+    Returns: the output, the weight of each token, the mass of the tokens and the mass of the moments."""
 
     def bent(x):
         return x if softcap is None else softcap * math.tanh(x / softcap)

@@ -172,8 +172,7 @@ def test_a_heavy_mean_in_bfloat16_follows_its_tokens(tokens, at_once):
 
     Rounded to the nearest number, a mean would stop where the tokens that come move it by less than half of a last bit,
     some 0.9 away. Here what remains is a walk by last bits that later tokens pull back: with tokens sigma from their
-    centre its standard deviation is (sigma ulp / 2)^(1 / 2), 0.044, however many tokens there are.
-    """
+    centre its standard deviation is (sigma ulp / 2)^(1 / 2), 0.044, however many tokens there are."""
     generator, total, sigma, ulp = torch.Generator().manual_seed(0), tokens // at_once, 0.25, 2**-6
     state = Centroids.empty(1, 1, 1, 32, 8, dtype=torch.bfloat16)
     true = torch.zeros(32, dtype=F64)

@@ -236,8 +236,7 @@ def test_pages_are_aligned_and_disjoint():
 @pytest.mark.parametrize("tokens", [(6, 6), (5, 9)])
 def test_copies_of_rows(tokens, slots):
     """One launch copies the bits that torch would, and puts them back; of unequal heads, those of their own slots. And
-    so do those that take and bring tokens.
-    """
+    so do those that take and bring tokens."""
     known = dict(mean=7, spare=3, attention=True, memory=True, format=FORMATS[slots])
     like = torch.empty(1, 2, 0, 32, dtype=torch.bfloat16)
     form = PageFormat.of(Layout(tokens, fastkv.corrections.get("centroids"), **known).allocate(like, like))

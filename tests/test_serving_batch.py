@@ -1,7 +1,6 @@
 """What layers are told of a step of a serving engine, and that the host does not wait for the device to find it out.
 
-The device is meta, which has shapes and no data: whatever would wait for a number has none to wait for and raises.
-"""
+The device is meta, which has shapes and no data: whatever would wait for a number has none to wait for and raises."""
 
 import random
 from types import SimpleNamespace
@@ -39,8 +38,7 @@ def placed(part):
 def described(sequences, device="cpu", named=True, padded=0):
     """As vLLM describes a step. Sequences: (place in its table, page, prompt, tokens before, tokens now) of each.
 
-    padded: so many sequences without tokens.
-    """
+    padded: so many sequences without tokens."""
     counts = torch.tensor([now for *_, now in sequences] + [0] * padded)
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
     seen = torch.tensor([before + now for *_, before, now in sequences] + [0] * padded, dtype=torch.int32)
@@ -75,6 +73,8 @@ def test_prompts_are_read_together():
         prompts = [(i, i + 1, 1 + i % BLOCK, 0, 1 + i % BLOCK) for i in range(number)]
         (blocks,) = only(batcher().batch(described(prompts))).prompts
         assert list(blocks.lengths) == sorted(blocks.lengths, reverse=True) and len(blocks.lengths) == number
+        for some in blocks.split(2):  # as the kernels want them
+            assert some.valid.is_contiguous() and some.tokens.is_contiguous() and some.valid.sum() == len(some.own)
     assert list(batches.alike([512, *[28] * 56])) == [(0, 1), (1, 57)]
     assert list(batches.alike([512, 500, *[28] * 8])) == [(0, 10)] and not [*batches.alike([])]
 
@@ -157,8 +157,7 @@ def test_a_single_token_that_is_computed_again_is_a_step():
 class Crossings(TorchDispatchMode):
     """Notes what is copied between host and device: where to, and whether the host goes on meanwhile.
 
-    Attributes: pinned: addresses of pinned memory.
-    """
+    Attributes: pinned: addresses of pinned memory."""
 
     def __init__(self):
         super().__init__()

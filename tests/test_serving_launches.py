@@ -1,7 +1,6 @@
 """How many kernels a step of a serving engine launches in a layer: none more for more requests.
 
-Counted on launches that do not run; torch's operators are launches, too.
-"""
+Counted on launches that do not run; torch's operators are launches, too."""
 
 from dataclasses import replace
 

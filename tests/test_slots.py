@@ -13,6 +13,7 @@ import fastkv
 from fastkv import Budget, FastKVAttention, FastKVCache, FastKVError, cpu, reference
 from fastkv.cpu import slots as compiled_slots
 from fastkv.reference import FORMATS, FP8, INT4, INT8, PLAIN, rotated, step_of
+from fastkv.reference.slots import K8V4, Codec, Scaled
 
 from .conftest import examples
 from .models import build, raises
@@ -399,3 +400,9 @@ def test_sixteen_times_smaller():
     assert 0.9 < layer.cache.nbytes() * 16 / (2048 * 2 * 2 * 64 * 2) <= 1
     latent = fastkv.patch(build("deepseek_v3"), "knorm", "2x")
     assert fastkv.FastKVCache(latent).compressed[0].cache.config.slots is PLAIN
+
+
+def test_rows_of_8_bits_are_decoded_without_another_copy(monkeypatch):
+    want = INT8.decode(*(stored := INT8.encode(torch.randn(3, 5, 8)))).bfloat16()
+    monkeypatch.setattr(Scaled, "decode", None)
+    assert torch.equal(Codec().decode(K8V4.keys, *stored, torch.bfloat16), want)

@@ -110,8 +110,7 @@ def test_heads_below_the_threshold_fall_back():
 @pytest.mark.parametrize("joint", [False, True], ids=["head", "joint"])
 def test_a_token_without_value_attends_with_what_the_map_makes_of_its_key(joint, backend):
     """Values are no linear map of keys here. The stock model predicts the same from a cache that holds, for tokens
-    without value, what the map makes of their keys.
-    """
+    without value, what the map makes of their keys."""
     model, (ids, _) = build(), prompt(2, 50, (0, 0))
     maps = mapping(model, joint_weights() if joint else None, joint=joint)
     stock = model(ids).past_key_values

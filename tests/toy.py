@@ -216,8 +216,7 @@ def told(task: str, tokens: int, seed: int) -> str:
 def calibration_text(tokenizer: PreTrainedTokenizerFast, length: int, seed: int) -> Sample:
     """A text for `make_triples`, about `length` tokens with one question and answer.
 
-    The tasks take turns; in every second round the filler is two sentences over and over, which are easy to predict.
-    """
+    The tasks take turns; in every second round the filler is two sentences over and over, which are easy to predict."""
     task = TASKS[seed % len(TASKS)]
     sample = generate(task, length, seed, min(4, max_questions(task, length)))
     if seed // len(TASKS) % 2 == 0:
@@ -234,8 +233,7 @@ def calibration_text(tokenizer: PreTrainedTokenizerFast, length: int, seed: int)
 def placed(task: str, length: int, depth: float, seed: int) -> ruler.Sample:
     """A text of `generate` with the asked fact moved to `depth`, 0 to 1.
 
-    It has the same words, exactly `length` tokens with the answer. The task is facts, whose answer ends a sentence.
-    """
+    It has the same words, exactly `length` tokens with the answer. The task is facts, whose answer ends a sentence."""
     told = generate(task, length, seed)
     question, reply = told.questions[0], told.answers[0]
     asked = f"{question.partition('answer : ')[2]} {reply}"

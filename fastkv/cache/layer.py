@@ -132,6 +132,12 @@ class LayerCache:
         self.state, self.num_heads = state, num_heads
         self.prepare()
 
+    def loaded(self) -> None:
+        """Heads are dealt slots anew if those of a state that was loaded are not what its layout gives them."""
+        state, rule = self._held()
+        if rule.layout.shared and state.exact.starts is not None:
+            self.anew = state.exact.starts[0].diff().tolist() != rule.layout.capacities("exact")
+
     def prepare(self) -> None:
         """Make what follows from where the state lies: scratch, tables and, if static, the promise that it stays."""
         state, rule = self._held()
@@ -245,7 +251,7 @@ class LayerCache:
 
     def _evict(self) -> None:
         """Shrink every head to its budget; heads are dealt slots anew for a text that has grown."""
-        if not self.static and self.deal(self.length, GROWTH):
+        if (not self.static and self.deal(self.length, GROWTH)) or self.anew:
             evict(*self._held(), anew=True)
             self.anew = False
             self.prepare()
@@ -365,8 +371,6 @@ def evict(state: LayerState, rule: LayerConfig, anew: bool = False) -> None:
     chosen = selection.keep_slots(candidates, scores, guard, copied, rule)
     compaction.remember(state, candidates, chosen.kept, spare, rule)
     known = None if exact.memory is None else candidates.memory
-    if known is not None and state.rows is None:
-        known = known.clone()  # it may be the memory, which changes
     ops.compact(candidates.valid, chosen, None, known, state, rule.spec)
     if state.rows is None:  # else other rows have more
         exact.filled = exact.limit - spare

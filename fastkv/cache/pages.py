@@ -8,7 +8,7 @@ stride. Page 0 belongs to no sequence (`LayerState.rows`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import prod
 
@@ -155,6 +155,7 @@ class PagedBlocks:
         tokens: [R, T] int64, which token of the engine's batch is where; the sequence's first where there is padding.
         own: [N] int64, the tokens of the batch that are read; of each, which of the R sequences it belongs to, and
         which of its T tokens it is, sequence and within: [N] int64.
+        parts: see `split`.
     """
 
     lengths: Sequence[int]
@@ -165,6 +166,7 @@ class PagedBlocks:
     own: Tensor
     sequence: Tensor
     within: Tensor
+    parts: dict[int, list[PagedBlocks]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, lengths: Sequence[int], before: Sequence[int], numbers: Sequence[Tensor] | Tensor) -> PagedBlocks:
@@ -182,17 +184,20 @@ class PagedBlocks:
         return cls(lengths, before, index, valid, tokens, own, sequence, within)
 
     def split(self, most: int) -> list[PagedBlocks]:
-        """At most so many sequences each."""
-        return [self._of(slice(first, first + most)) for first in range(0, len(self.lengths), most)]
+        """At most so many sequences each; the same for all layers that ask."""
+        if len(self.lengths) <= most:
+            return [self]
+        if most not in self.parts:
+            firsts = range(0, len(self.lengths), most)
+            self.parts[most] = [self._of(slice(first, first + most)) for first in firsts]
+        return self.parts[most]
 
     def _of(self, some: slice) -> PagedBlocks:
         lengths, first = self.lengths[some], sum(self.lengths[: some.start])
-        if len(lengths) == len(self.lengths):
-            return self
         inside, longest = slice(first, first + sum(lengths)), max(lengths)
-        padded = (self.valid[some, :longest], self.tokens[some, :longest])
-        own = (self.own[inside], self.sequence[inside] - some.start, self.within[inside])
-        return PagedBlocks(lengths, self.before[some], self.index[some], *padded, *own)
+        valid, tokens = (part[some, :longest].contiguous() for part in (self.valid, self.tokens))
+        own, sequence, within = self.own[inside], self.sequence[inside] - some.start, self.within[inside]
+        return PagedBlocks(lengths, self.before[some], self.index[some], valid, tokens, own, sequence, within)
 
 
 class PagedLayer:

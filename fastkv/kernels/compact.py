@@ -129,16 +129,17 @@ def _plan_kernel(
             stays = tl.load(kept_ptr + row + index, mask=index < tl.minimum(used, length), other=0) != 0
             stays &= tl.load(valid_ptr + row + index, mask=index < tl.minimum(used, length), other=0) != 0
             tl.store(memory_ptr + index, tl.load(known_ptr + row + index, mask=stays, other=0.0), mask=stays)
-        for start in range(0, room, BLOCK):
-            index = start + lane
-            free = (index >= length) & (index < room)
-            tl.store(memory_ptr + index, 0.0, mask=free)
         _barrier(HIP)  # lists are read by other threads than wrote them
         for start in range(0, moves, BLOCK):
             inside = start + lane < moves
             source = tl.load(sources_ptr + start + lane, mask=inside, other=0)
             hole = tl.load(holes_ptr + start + lane, mask=inside, other=0)
             tl.store(memory_ptr + hole, tl.load(known_ptr + row + source, mask=inside, other=0.0), mask=inside)
+        _barrier(HIP)  # what is known may be the memory itself
+        for start in range(0, room, BLOCK):
+            index = start + lane
+            free = (index >= length) & (index < room)
+            tl.store(memory_ptr + index, 0.0, mask=free)
     if state.attention_ptr is not None:
         for start in range(0, slots, BLOCK):
             tl.store(state.attention_ptr + own * slots + start + lane, 0.0, mask=start + lane < slots)

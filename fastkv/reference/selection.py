@@ -165,7 +165,8 @@ def compact(
 
     Args: valid [B, Hkv, N] bool, N = S + T: which of the first S slots and of the block are tokens; selection: made
         over them; block: k, v [B, Hkv, T, D] and positions [B, Hkv, T] of new tokens, None for none; known: a number
-        of each candidate, which becomes the memory of the selected ones, [B, Hkv, N] fp32, or None.
+        of each candidate, which becomes the memory of the selected ones, [B, Hkv, N] fp32, also a view of that; or
+        None.
     """
     slots, moments = state.exact, state.moments
     if slots.starts is not None:
@@ -191,8 +192,9 @@ def compact(
     if known is not None:
         assert slots.memory is not None
         there = torch.arange(index.shape[-1], device=index.device) < selection.counts[..., None]
+        moved = torch.where(there, known.gather(-1, index), 0)  # first: it may be the memory itself
         slots.memory.zero_()
-        slots.memory[:, :, : index.shape[-1]] = torch.where(there, known.gather(-1, index), 0)
+        slots.memory[:, :, : index.shape[-1]] = moved
     for name, rows in slots.moving().items():
         rows[:, :, : index.shape[-1]] = rows_at(every[name], index)
     slots.lengths.copy_(selection.counts)

@@ -219,6 +219,7 @@ def _fill(
         slots.filled, slots.limit = file.counts(entry, f"{name}.filled", f"{name}.limit")
     file.need(_sound(state, seen))
     layer.cache.adopt(state, layout, heads * groups)
+    layer.cache.loaded()
     layer.adopted(seen, recording > 0, dtype)
 
 
