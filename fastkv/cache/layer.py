@@ -135,8 +135,7 @@ class LayerCache:
     def loaded(self) -> None:
         """Heads are dealt slots anew if those of a state that was loaded are not what its layout gives them."""
         state, rule = self._held()
-        if rule.layout.shared and state.exact.starts is not None:
-            self.anew = state.exact.starts[0].diff().tolist() != rule.layout.capacities("exact")
+        self.anew = rule.layout.shared and not state.exact.dealt(rule.layout.capacities("exact"))
 
     def prepare(self) -> None:
         """Make what follows from where the state lies: scratch, tables and, if static, the promise that it stays."""

@@ -141,6 +141,10 @@ class Slots:
             for head, end in enumerate(accumulate(capacities)):  # filled in: nothing is sent to the device
                 self.starts[:, head + 1].fill_(end)
 
+    def dealt(self, capacities: Sequence[int]) -> bool:
+        """Whether each head of the first row has so many slots. The host waits for the device."""
+        return self.starts is None or self.starts[0].diff().tolist() == list(capacities)
+
     def redeal(self, capacities: Sequence[int]) -> None:
         """Give each head so many slots, all of them empty, in slabs that are just large enough."""
         if self.keys.shape[1] != sum(capacities):
