@@ -40,7 +40,7 @@ def removed(keep: float) -> str:
 def link(name: str) -> str:
     """A policy's name, class and paper, as cells of a table; a press has its name alone."""
     if name not in policies.names():
-        return f"`{name}` | | " if name != times.FULL else f"{name} | | "
+        return f"{name} | | " if name.startswith(times.FULL) else f"`{name}` | | "
     kind = type(policies.get(name))
     file = kind.__module__.rpartition(".")[2]
     found = re.search(r"Source: fastkv's own|arXiv:(\d{4}\.\d{5})", str(kind.__doc__))

@@ -21,7 +21,7 @@ from perf.engine import ROOT
 from .measure import tokens_of
 
 LENGTH, KEEP = 2048, 0.125
-TURNS, ROUNDS, STEPS = 4, 12, 4  # of reading and of stepping, and steps of a turn
+TURNS, ROUNDS, STEPS = 3, 12, 4  # of reading and of stepping, and steps of a turn
 FULL = "full cache"
 HEADS, KEPT, BATCHES = ("uniform", "calibrated"), (512, 4096), (1, 4)
 
