@@ -130,16 +130,15 @@ def _plan_kernel(
             stays &= tl.load(valid_ptr + row + index, mask=index < tl.minimum(used, length), other=0) != 0
             tl.store(memory_ptr + index, tl.load(known_ptr + row + index, mask=stays, other=0.0), mask=stays)
         _barrier(HIP)  # lists are read by other threads than wrote them
-        for start in range(0, moves, BLOCK):
-            inside = start + lane < moves
-            source = tl.load(sources_ptr + start + lane, mask=inside, other=0)
-            hole = tl.load(holes_ptr + start + lane, mask=inside, other=0)
+        few = tl.arange(0, BLOCK // 4)
+        for start in range(0, moves, BLOCK // 4):
+            inside = start + few < moves
+            source = tl.load(sources_ptr + start + few, mask=inside, other=0)
+            hole = tl.load(holes_ptr + start + few, mask=inside, other=0)
             tl.store(memory_ptr + hole, tl.load(known_ptr + row + source, mask=inside, other=0.0), mask=inside)
         _barrier(HIP)  # what is known may be the memory itself
-        for start in range(0, room, BLOCK):
-            index = start + lane
-            free = (index >= length) & (index < room)
-            tl.store(memory_ptr + index, 0.0, mask=free)
+        for start in range(length, room, BLOCK // 4):
+            tl.store(memory_ptr + start + few, 0.0, mask=start + few < room)
     if state.attention_ptr is not None:
         for start in range(0, slots, BLOCK):
             tl.store(state.attention_ptr + own * slots + start + lane, 0.0, mask=start + lane < slots)
