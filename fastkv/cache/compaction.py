@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .. import ops
 from ..corrections import Pairs
 from ..policies import Reread, Signals
-from ..reference import LayerState, Selection, Slots, pack
+from ..reference import LayerState, Selection, Slots, pack, pack_known
 from . import key_only
 from .layout import LayerConfig
 from .selection import protected
@@ -23,7 +22,7 @@ def store(
     rule: LayerConfig,
     *,
     full: bool,
-    anew: bool = False,
+    anew: bool,
 ) -> None:
     """Keep the selected candidates, of which the last `num` are a new block, and remember the others.
 
@@ -92,8 +91,8 @@ def _store_in_slabs(
     elif anew:
         exact.redeal(layout.capacities("exact"))
     pack(exact.starts, [(getattr(exact, name), candidates) for name, candidates in rows.moving().items()])
-    if exact.memory is not None and rows.memory is not None:  # of tokens to come nothing is known
-        pack(exact.starts, [(exact.memory, pad(rows.memory, (0, 1)))])
+    if exact.memory is not None and rows.memory is not None:
+        pack_known(exact.starts, exact.memory, rows.memory)
 
 
 def remember(state: LayerState, signals: Signals, kept: Tensor, most: int, rule: LayerConfig) -> None:

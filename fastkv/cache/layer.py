@@ -249,7 +249,8 @@ class LayerCache:
         return out.unsqueeze(2)
 
     def _evict(self) -> None:
-        """Shrink every head to its budget; heads are dealt slots anew for a text that has grown."""
+        """Shrink every head to its budget; heads are dealt slots anew for a text that has grown, or where
+        a state that was loaded had others."""
         if (not self.static and self.deal(self.length, GROWTH)) or self.anew:
             evict(*self._held(), anew=True)
             self.anew = False

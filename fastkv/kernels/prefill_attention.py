@@ -528,10 +528,11 @@ def prefill_attention(
         scales, tile = (None, None), tile_of(replace(case, bits=0))
         assert tile is not None
     slots = num_slots if starts is not None else keys.stride(1) // keys.shape[-1]
-    check_contiguous(op, **{} if starts is None else {"keys": keys, "values": values})
-    for name, tensor in (("keys", keys), ("values", values)):
+    if starts is not None:
+        check_contiguous(op, keys=keys, values=values)
+    for name, tensor in (("keys", keys), ("values", values)) if starts is None else ():
         row, free = tensor.shape[-1], page is not None or batch == 1  # to lie anywhere
-        if starts is None and num_slots and tensor.stride()[free:] != (heads * slots * row, slots * row, row, 1)[free:]:
+        if num_slots and tensor.stride()[free:] != (heads * slots * row, slots * row, row, 1)[free:]:
             raise FastKVError(f"{op}: {name} must be leading slots of a contiguous cache, got strides "
                               f"{tensor.stride()} for shape {list(tensor.shape)}; slice only the slots")  # fmt: skip
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
@@ -550,8 +551,7 @@ def prefill_attention(
     _prefill_kernel[(triton.cdiv(num * groups, tile.rows), batch * heads)](
         View.of(q), View.of(k), View.of(v), valid.view(torch.uint8), attend_itself(q, k, v, valid, spec),
         StatePointers(keys, values, scales[0], scales[1], bias, lengths_ptr=lengths, starts_ptr=starts), pointers,
-        state.sink_logits,
-        ResultPointers(out, lse, lse_evicted), Scaling(spec.scale, softcap), state.rows, page, num,
+        state.sink_logits, ResultPointers(out, lse, lse_evicted), Scaling(spec.scale, softcap), state.rows, page, num,
         Held(slots, known.num), TILE=sizes, num_warps=tile.warps, num_stages=stages(tile.stages),
     )  # fmt: skip
     return out, lse, lse_evicted

@@ -30,7 +30,7 @@ from .attention import (
     with_sink,
 )
 from .centroids import Centroids, centroid_estimate
-from .gather import pack, rows_at, unpack
+from .gather import pack, pack_known, rows_at, unpack
 from .geometry import (
     check_leverage,
     check_metric,

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def flat_index(index: Tensor, num: int) -> Tensor:
@@ -68,6 +69,11 @@ def pack(starts: Tensor, filled: Iterable[tuple[Tensor, Tensor]]) -> None:
     source = ((torch.arange(batch, device=slab.device)[:, None] * heads + head) * num + place).flatten()
     for slab, rows in filled:
         slab.copy_(rows.flatten(0, 2).index_select(0, source).view(slab.shape))
+
+
+def pack_known(starts: Tensor, slab: Tensor, rows: Tensor) -> None:
+    """`pack` of a number of each row [B, Hkv, N]; 0 in slots beyond them, for tokens to come."""
+    pack(starts, [(slab, pad(rows, (0, 1)))])
 
 
 def add_to_slab(slab: Tensor, starts: Tensor, rows: Tensor) -> None:

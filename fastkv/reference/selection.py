@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..errors import check_shape
-from .gather import pack, rows_at
+from .gather import pack, pack_known, rows_at
 from .state import LayerState, Spec
 
 CHUNK = 4096  # evicted tokens copied out at once on their way into what is remembered
@@ -175,7 +174,7 @@ def compact(
         compact(valid, selection, block, known, LayerState(equal, state.seen, moments), spec)
         pack(slots.starts, zip(slots.moving().values(), equal.moving().values()))
         if slots.memory is not None and equal.memory is not None:
-            pack(slots.starts, [(slots.memory, pad(equal.memory, (0, 1)))])  # it repeats the last one
+            pack_known(slots.starts, slots.memory, equal.memory)
         return
     used = valid.shape[-1] - (0 if block is None else block[0].shape[2])
     evicted = valid & ~selection.kept
@@ -239,7 +238,7 @@ def memorise(known: Tensor, positions: Tensor, valid: Tensor, state: LayerState,
     place = torch.searchsorted(ordered, slots["positions"].contiguous()).clamp(max=ordered.shape[-1] - 1)
     rows = torch.where(slots.valid, known.gather(-1, order).gather(-1, place), 0)
     if slots.starts is not None:
-        pack(slots.starts, [(slots.memory, pad(rows, (0, 1)))])  # it repeats the last one: 0, for tokens to come
+        pack_known(slots.starts, slots.memory, rows)
         return
     slots.memory.zero_()
     slots.memory[:, :, : slots.filled] = rows

@@ -88,6 +88,10 @@ class RowFormat(SlotFormat):
         """The rows [..., D] that codes and scales stand for."""
         return codes
 
+    def decoded(self, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """`decode`, in that dtype."""
+        return self.decode(codes, scales).to(dtype)
+
 
 @dataclass(frozen=True)
 class Scaled(RowFormat):
@@ -124,6 +128,12 @@ class Scaled(RowFormat):
         # Sign, exponent and fraction of fp16, whose bias is 8 more. A CPU converts float8 one number after another.
         halves = codes.view(torch.int8).to(torch.int16).mul_(1 << 7).bitwise_and_(~0x4000)
         return halves.view(torch.float16) * (256 * scales)[..., None]
+
+    def decoded(self, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The same bits, of whole numbers without a copy in fp32."""
+        if scales is None or self.codes.is_floating_point:
+            return super().decoded(codes, scales, dtype)
+        return torch.mul(scales[..., None], codes, out=torch.empty(codes.shape, dtype=dtype, device=codes.device))
 
 
 @dataclass(frozen=True)
@@ -199,11 +209,8 @@ class Codec:
         return form.encode(rows)
 
     def decode(self, form: RowFormat, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """`form.decode`, in that dtype."""
-        if form is INT8 and scales is not None:  # the same bits without a copy in fp32
-            out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-            return torch.mul(scales[..., None], codes, out=out)
-        return form.decode(codes, scales).to(dtype)
+        """`form.decoded`."""
+        return form.decoded(codes, scales, dtype)
 
 
 def step_of(exponents: Tensor) -> Tensor:

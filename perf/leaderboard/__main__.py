@@ -151,7 +151,7 @@ def main() -> None:
     option("--texts", type=int, default=99, metavar="N", help="texts of a table at most")
     option("--first", type=int, default=0, metavar="N", help="text to begin with, for a second process")
     option("--keeps", default=shares, metavar="SHARE,...", help=f"of {shares}, all by default")
-    option("--times", action="store_true", help="how long policies read and step, some 6 quiet minutes")
+    option("--times", action="store_true", help="how long policies read and step, some 15 quiet minutes")
     option("--page", action="store_true", help="measure nothing, write docs/results.md")
     option("--kvpress-python", metavar="PATH", help="interpreter of an environment with kvpress, to try it")
     option("--model", default="smollm2", help="smollm2, a directory or a GGUF file")

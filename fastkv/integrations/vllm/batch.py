@@ -20,7 +20,7 @@ from ...config import Config
 from ...errors import FastKVError
 from .settings import Kind
 
-PADDING = 4096  # tokens that are computed for nothing, about as long as further launches take
+PADDING = 4096  # tokens that are computed for nothing: by estimate as long as further launches take
 
 
 @dataclass
