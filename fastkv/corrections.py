@@ -281,7 +281,7 @@ class Matching:
 
 def _normal_equations(parts: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """A^T A [B, Hkv, L, L] and A^T b [B, Hkv, L, m] in float64, of rows A [B, Hkv, n, L] and b [B, Hkv, n, m]."""
-    gram = right = torch.zeros((), dtype=torch.float64)
+    gram = right = torch.zeros((), dtype=torch.float64, device="cpu")  # joins tensors of any device
     for rows, wanted in parts:
         turned = rows.double().transpose(-1, -2)
         gram, right = gram + turned @ rows.double(), right + turned @ wanted.double()

@@ -344,13 +344,13 @@ class FastKVAttention(Module):
     def get_extra_state(self) -> Tensor:
         """What the host knows of the state, int64; empty if there is none."""
         if self.state is None:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         host = [self.prompt, self.length, self.cache.workspace.clock.now.steps, *self._sizes()]
         tiers = self.state.tiers.values()
         host += [number for tier in tiers for number in (tier.filled, tier.limit)]
         if not self.config.slots.plain:
             host += [list(FORMATS).index(self.config.slots.name), DTYPES.index(self.state.exact.dtype)]
-        return torch.tensor(host)
+        return torch.tensor(host, device="cpu")
 
     def set_extra_state(self, host: Tensor) -> None:
         """Take over what `get_extra_state` returned; the buffers have been loaded."""

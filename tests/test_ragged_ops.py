@@ -93,7 +93,7 @@ def test_decoding_equals_that_on_equal_slots(backend, step, keyless, owned, orde
 @triton.jit
 def _deal_kernel(starts_ptr, found_ptr, HEADS: tl.constexpr, SPLITS: tl.constexpr, MOST: tl.constexpr):
     for program in range(-HEADS, HEADS * SPLITS):  # the first ask about a head each
-        head, first, count = _dealt(starts_ptr, 0, tl.maximum(program, -1), program + HEADS, HEADS, SPLITS, MOST)
+        head, first, count = _dealt(starts_ptr, 0, tl.maximum(program, -1), program + HEADS, SPLITS, HEADS, MOST)
         place = found_ptr + (program + HEADS) * 3
         tl.store(place, head)
         tl.store(place + 1, first)

@@ -314,7 +314,7 @@ class HeadShares:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, whole or not at all. Raises: FastKVError if that fails."""
-        tensors = {"shares": self.table, "heads": torch.tensor(self.heads)}
+        tensors = {"shares": self.table, "heads": torch.tensor(self.heads, device="cpu")}
         FILE.save(path, self, tensors)
 
     @classmethod
@@ -341,19 +341,18 @@ def _tokens_of(
         return tuple((average,) * heads for heads in shares.heads)
     keep = average / context if context > average else 1.0
     wanted = shares.shares(keep).double()
-    real = torch.arange(wanted.shape[1]) < torch.tensor(shares.heads)[:, None]
+    heads = torch.tensor(shares.heads, device=wanted.device)
+    real = torch.arange(wanted.shape[1], device=wanted.device) < heads[:, None]
     if layers is not None:
-        weights = torch.tensor(layers, dtype=torch.float64)
-        wanted = (
-            wanted / wanted.sum(-1, keepdim=True) * (weights / weights.mean() * torch.tensor(shares.heads))[:, None]
-        )
+        weights = wanted.new_tensor(layers)
+        wanted = wanted / wanted.sum(-1, keepdim=True) * (weights / weights.mean() * heads)[:, None]
     wanted, total = wanted[real] * average, average * sum(shares.heads)
     floor = max(int(FLOOR * average), reserved, 1)
     most = float(context) if context > average else math.inf  # no head holds more than there is
     rest = (wanted - floor).clamp(min=1e-6, max=most - floor)
     rest = _scaled(rest, total - floor * len(rest), most - floor)
     # Cumulative rounding: the total is met to a token.
-    ends = (floor * torch.arange(1, len(rest) + 1) + rest.cumsum(0)).round().long()
+    ends = (floor * torch.arange(1, len(rest) + 1, device=rest.device) + rest.cumsum(0)).round().long()
     ends[-1] = total
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return tuple(tuple(counts.pop(0) for _ in range(heads)) for heads in shares.heads)

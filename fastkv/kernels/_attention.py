@@ -245,35 +245,35 @@ def _append_token(
 
 
 @triton.jit
-def _own_parts(parts, pair, PARTS: tl.constexpr, GROUP: tl.constexpr):
-    """Where a pair keeps its partials: accs [PARTS, G, D], tops and totals [G, PARTS], and its ticket."""
-    first = pair * PARTS * GROUP.G
+def _own_parts(parts, pair, number, GROUP: tl.constexpr):
+    """Where a pair keeps its partials: accs [number, G, D], tops and totals [G, number], and its ticket."""
+    first = pair * number * GROUP.G
     accs_ptr, tops_ptr, totals_ptr = parts.accs_ptr + first * GROUP.D, parts.tops_ptr + first, parts.totals_ptr + first
     return PartPointers(accs_ptr, tops_ptr, totals_ptr, parts.tickets_ptr + pair)
 
 
 @triton.jit
-def _store_sums(parts, part, top, total, PARTS: tl.constexpr, GROUP: tl.constexpr):
-    """Write top and total of partial number `part` of a pair."""
+def _store_sums(parts, part, top, total, number, GROUP: tl.constexpr):
+    """Write top and total of partial `part` of a pair, of `number`."""
     rows = tl.arange(0, GROUP.M)
-    tl.store(parts.tops_ptr + rows * PARTS + part, top, mask=rows < GROUP.G)
-    tl.store(parts.totals_ptr + rows * PARTS + part, total, mask=rows < GROUP.G)
+    tl.store(parts.tops_ptr + rows * number + part, top, mask=rows < GROUP.G)
+    tl.store(parts.totals_ptr + rows * number + part, total, mask=rows < GROUP.G)
 
 
 @triton.jit
-def _store_partial(parts, part, top, total, acc, PARTS: tl.constexpr, GROUP: tl.constexpr):
-    """Write partial number `part` of a pair."""
+def _store_partial(parts, part, top, total, acc, number, GROUP: tl.constexpr):
+    """Write partial `part` of a pair, of `number`."""
     rows, cols = tl.arange(0, GROUP.M), tl.arange(0, GROUP.BLOCK_D)
     place = (part * GROUP.G + rows)[:, None] * GROUP.D + cols[None, :]
     tl.store(parts.accs_ptr + place, acc, mask=(rows < GROUP.G)[:, None] & (cols < GROUP.D)[None, :])
-    _store_sums(parts, part, top, total, PARTS, GROUP)
+    _store_sums(parts, part, top, total, number, GROUP)
 
 
 @triton.jit
-def _load_sums(parts, number, there, PARTS: tl.constexpr, GROUP: tl.constexpr):
-    """Tops and totals [M, BLOCK] of partials `number` [BLOCK]; those of nothing for what is not there."""
+def _load_sums(parts, chosen, there, number, GROUP: tl.constexpr):
+    """Tops and totals [M, BLOCK] of partials `chosen` [BLOCK], of `number`; those of nothing for what is not there."""
     rows = tl.arange(0, GROUP.M)[:, None]
-    place, mask = rows * PARTS + number[None, :], (rows < GROUP.G) & there[None, :]
+    place, mask = rows * number + chosen[None, :], (rows < GROUP.G) & there[None, :]
     tops = tl.load(parts.tops_ptr + place, mask=mask, other=-float("inf"), cache_modifier=".cg")
     return tops, tl.load(parts.totals_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
 
@@ -461,8 +461,8 @@ def _bits(number: int) -> int:
 
 
 @triton.jit
-def _dealt(starts_ptr, row, program, share_of, HEADS: tl.constexpr, SPLITS: tl.constexpr, MOST: tl.constexpr):
-    """Which head of a sequence one of its HEADS * SPLITS programs works for, where heads have unequally many slots, and
+def _dealt(starts_ptr, row, program, share_of, splits, HEADS: tl.constexpr, MOST: tl.constexpr):
+    """Which head of a sequence one of its HEADS * splits programs works for, where heads have unequally many slots, and
     as many programs as these need, at least one and at most MOST.
 
     What a head holds would not do: it changes while programs begin.
@@ -470,20 +470,20 @@ def _dealt(starts_ptr, row, program, share_of, HEADS: tl.constexpr, SPLITS: tl.c
     Args: starts_ptr [B, HEADS + 1].  program: its number; -1 asks about head `share_of`.
     Returns: the head, HEADS if there is nothing to do; its first program, and how many it has.
     """
-    PROGRAMS: tl.constexpr = HEADS * SPLITS
+    programs = HEADS * splits
     WIDTH: tl.constexpr = triton.next_power_of_2(HEADS)
     head = tl.arange(0, WIDTH)
     starts_ptr += row * (HEADS + 1) + head
     here = head < HEADS
     size = tl.load(starts_ptr + 1, mask=here, other=0) - tl.load(starts_ptr, mask=here, other=0)
     total, least = tl.sum(size, 0), tl.maximum(tl.cdiv(tl.max(size, 0), MOST), 1)
-    few, many = tl.full([], PROGRAMS - HEADS, tl.int32), tl.full([], PROGRAMS, tl.int32)
+    few, many = programs - HEADS, programs
     # In how many shares: `few` never need more programs than there are. After a while loop triton would no longer know
     # what is aligned.
     for _ in tl.static_range(_bits(HEADS)):
         middle = (few + many + 1) // 2
         each = tl.cdiv(size, tl.maximum(tl.cdiv(total, middle), least))
-        fits = tl.sum(tl.where(here, tl.maximum(each, 1), 0), 0) <= PROGRAMS
+        fits = tl.sum(tl.where(here, tl.maximum(each, 1), 0), 0) <= programs
         few, many = tl.where(fits, middle, few), tl.where(fits, many, middle - 1)
     share = tl.maximum(tl.cdiv(total, few), least)
     each = tl.where(here, tl.maximum(tl.cdiv(size, share), 1), 0)

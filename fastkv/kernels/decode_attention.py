@@ -95,7 +95,9 @@ MERGE_TILE = 16384  # elements of partials summed at once: all of the usual shap
 
 
 class Sizes(NamedTuple):
-    """Slots of a pair, or of a sequence where heads have unequally many; of the whole batch; centroids of a pair."""
+    """Slots of a pair, or of a sequence where heads have unequally many; of the whole batch; centroids of a pair. A
+    launch is given UNIT times as many: of unequal heads 16 times, or each layer would need a compilation of its own.
+    """
 
     slots: Any
     pool: Any
@@ -118,6 +120,12 @@ class DecodeTile(NamedTuple):
     SPLITS: int
     PARTS: int
     MERGE_P: int
+    UNIT: int = 1
+
+    def shared(self) -> DecodeTile:
+        """For unequal heads, which are dealt as many programs as a launch has: layers of all sizes share it."""
+        few = self._replace(SPLITS=2, PARTS=2 + self.PARTS - self.SPLITS) if self.SPLITS > 2 else self
+        return few._replace(UNIT=16)
 
 
 @triton.jit(do_not_specialize=["page"])
@@ -139,7 +147,11 @@ def _decode_attention_kernel(
     M: tl.constexpr = GROUP.M
     D: tl.constexpr = GROUP.D
     DEALT: tl.constexpr = state.starts_ptr is not None and SPLITS > 1
-    ALL: tl.constexpr = PARTS * HEADS if DEALT else PARTS  # partials that lie together
+    UNIT: tl.constexpr = TILE.UNIT
+    slots_each, pool = sizes.slots // UNIT, sizes.pool // UNIT
+    programs, all_parts = SPLITS, PARTS  # that read slots of a pair; partials that lie together
+    if DEALT:
+        programs, all_parts = tl.num_programs(1) - (PARTS - SPLITS), tl.num_programs(1) * HEADS
     pair, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, own = _home(rows_ptr, page, pair, HEADS)
     if rows_ptr is not None:
@@ -147,12 +159,14 @@ def _decode_attention_kernel(
             if split == 0:
                 _store_nothing(_own_results(results, pair, GROUP), GROUP)
             return
-    of_slots, splits, first_part, piece = split < SPLITS, SPLITS, 0, tl.maximum(split - SPLITS, 0)
+    of_slots, splits, first_part, piece = split < programs, SPLITS, 0, tl.maximum(split - programs, 0)
     if DEALT:
         starts_ptr = _page(state.starts_ptr, row, page)
         kv = (pair % HEADS).to(tl.int32)
-        program = tl.where(of_slots, kv * SPLITS + split, -1)
-        head, first_part, splits = _dealt(starts_ptr, own // HEADS, program, kv, HEADS, SPLITS, TILE.MERGE_P - EVICTED)
+        program = tl.where(of_slots, kv * programs + split, -1)
+        head, first_part, splits = _dealt(
+            starts_ptr, own // HEADS, program, kv, programs, HEADS, TILE.MERGE_P - EVICTED
+        )
         if head == HEADS:
             return
         pair, own = pair - kv + head, own - kv + head
@@ -160,7 +174,7 @@ def _decode_attention_kernel(
     results = _own_results(results, pair, GROUP)
     state = StatePointers(*[p if p is None else _page(p, row, page) for p in state])
     evicted = EvictedPointers(*[p if p is None else _page(p, row, page) for p in evicted])
-    base, capacity = _stretch(state.starts_ptr, own, sizes.slots, HEADS)
+    base, capacity = _stretch(state.starts_ptr, own, slots_each, HEADS)
     length = tl.load(state.lengths_ptr + own)
     count = tl.load(evicted.count_ptr + own)
     held = length
@@ -175,10 +189,13 @@ def _decode_attention_kernel(
         *[p if p is None else p + base for p in (state.bias_ptr, state.positions_ptr, state.attention_ptr)],
     )
     if slots.attention_ptr is not None:
-        logits_ptr += _in_scratch(state.starts_ptr, base, pair, own, sizes.slots, HEADS)
+        logits_ptr += _in_scratch(state.starts_ptr, base, pair, own, slots_each, HEADS)
     if sink_ptr is not None:
         sink_ptr += (pair % HEADS) * G
 
+    centroids = sizes.centroids
+    if centroids is not None:
+        centroids = centroids // UNIT
     top, total, acc = _empty(M, GROUP.BLOCK_D)
 
     if of_slots:
@@ -195,12 +212,12 @@ def _decode_attention_kernel(
         start = split * share
         stop = tl.minimum(start + share, length)
         top, total, acc = _attend_slots(
-            top, total, acc, q, rest, slots, logits_ptr, start, stop, sizes.pool, scaling, GROUP, TILE.BLOCK_N
+            top, total, acc, q, rest, slots, logits_ptr, start, stop, pool, scaling, GROUP, TILE.BLOCK_N
         )
         if token.k_ptr is not None:
             if last:
                 top, total, acc = _append_token(
-                    top, total, acc, q, rest, k, v, slots, logits_ptr, length, length + count, capacity, sizes.pool,
+                    top, total, acc, q, rest, k, v, slots, logits_ptr, length, length + count, capacity, pool,
                     scaling, GROUP,
                 )  # fmt: skip
         if _packed(slots.value_scales_ptr):
@@ -210,7 +227,7 @@ def _decode_attention_kernel(
         moment_top, moment_total, moment_acc = _empty(M, GROUP.BLOCK_D)
         if evicted.key_mean_ptr is not None:
             moment_top, moment_total, moment_acc = _evicted_partial(
-                q_ptr, evicted, own, count, sizes.centroids, piece, scaling, GROUP, TILE.BLOCK_K, TILE.BLOCK_C, EVICTED
+                q_ptr, evicted, own, count, centroids, piece, scaling, GROUP, TILE.BLOCK_K, TILE.BLOCK_C, EVICTED
             )  # fmt: skip
         lse2, weight, moment_weight = _mix(top, total, moment_top, moment_total)
         if sink_ptr is not None:
@@ -224,33 +241,30 @@ def _decode_attention_kernel(
         _store_lse(results.lse_evicted_ptr, moment_top, moment_total, GROUP)
         _barrier(HIP)  # the logits are written and every thread has read length
         if slots.attention_ptr is not None:
-            _add_attention(
-                slots.attention_ptr, logits_ptr, lse2, held, capacity, sizes.pool, MERGE.M, TILE.BLOCK_S, GROUP
-            )
+            _add_attention(slots.attention_ptr, logits_ptr, lse2, held, capacity, pool, MERGE.M, TILE.BLOCK_S, GROUP)
         if token.k_ptr is not None:
             _count_token(state.lengths_ptr, state.seen_ptr, own, held, HEADS)
     else:
         if evicted.key_mean_ptr is not None:
             if not of_slots:
                 top, total, acc = _evicted_partial(
-                    q_ptr, evicted, own, count, sizes.centroids, piece, scaling, GROUP, TILE.BLOCK_K, TILE.BLOCK_C,
-                    EVICTED,
+                    q_ptr, evicted, own, count, centroids, piece, scaling, GROUP, TILE.BLOCK_K, TILE.BLOCK_C, EVICTED
                 )  # fmt: skip
         tickets_ptr = parts.tickets_ptr + pair
         number, numbers = split, tl.arange(0, TILE.MERGE_P)
         there, with_slots = numbers < splits + (PARTS - SPLITS), (numbers < splits)[None, :]
         if DEALT:
-            parts = _own_parts(parts, pair // HEADS, ALL, GROUP)
-            rest = HEADS * SPLITS + (pair % HEADS).to(tl.int32) * EVICTED
+            parts = _own_parts(parts, pair // HEADS, all_parts, GROUP)
+            rest = HEADS * programs + (pair % HEADS).to(tl.int32) * EVICTED
             number = tl.where(split < 0, rest + piece, first_part + split)
             numbers = tl.where(numbers < splits, first_part + numbers, rest + numbers - splits)
         else:
-            parts = _own_parts(parts, pair, ALL, GROUP)
-        _store_partial(parts, number, top, total, acc, ALL, GROUP)
+            parts = _own_parts(parts, pair, all_parts, GROUP)
+        _store_partial(parts, number, top, total, acc, all_parts, GROUP)
         _barrier(HIP)  # orders every thread's stores before the ticket; Triton <= 3.8 would not
         if tl.atomic_add(tickets_ptr, 1, sem="acq_rel", scope="gpu") == splits + (PARTS - SPLITS) - 1:
             heads = tl.arange(0, MERGE.M)
-            tops, totals = _load_sums(parts, numbers, there, ALL, MERGE)
+            tops, totals = _load_sums(parts, numbers, there, all_parts, MERGE)
             accs = _load_accs(parts, tl.arange(0, MERGE_D), numbers, there, MERGE)
             nothing = -float("inf")
             all_top, all_total, shares = _merge_sums(tl.where(with_slots, tops, nothing), totals)
@@ -271,7 +285,7 @@ def _decode_attention_kernel(
             _store_lse(results.lse_evicted_ptr, moment_top, moment_total, MERGE)
             if slots.attention_ptr is not None:
                 _add_attention(
-                    slots.attention_ptr, logits_ptr, lse2, held, capacity, sizes.pool, MERGE.M, TILE.BLOCK_S, MERGE
+                    slots.attention_ptr, logits_ptr, lse2, held, capacity, pool, MERGE.M, TILE.BLOCK_S, MERGE
                 )
             if token.k_ptr is not None:
                 _count_token(state.lengths_ptr, state.seen_ptr, own, held, HEADS)
@@ -367,10 +381,13 @@ def decode_step(
     # With centroids, on sm_80, ptxas spills to fit a third program beside two, for which shared memory has no room.
     spills = known.order == CENTROIDS and tile.GROUP.BLOCK_D == 128 and chip_of(q.device) == "80"
     results = decode_outputs(q, out)
-    _decode_attention_kernel[pairs, tile.PARTS](
+    grid = pairs, tile.PARTS
+    tile = tile if starts is None else tile.shared()
+    sizes = Sizes(*(None if number is None else number * tile.UNIT for number in (capacity, pool, known.num)))
+    _decode_attention_kernel[grid](
         TokenPointers.of(q, k, v), pointers, evicted, results, parts, logits, state.sink_logits, state.rows, page,
-        Sizes(capacity, pool, known.num), Scaling(spec.scale, spec.softcap), TILE=tile, HIP=on_hip(),
-        num_warps=num_warps, num_stages=stages(num_stages),
+        sizes, Scaling(spec.scale, spec.softcap), TILE=tile, HIP=on_hip(), num_warps=num_warps,
+        num_stages=stages(num_stages),
         **({"maxnreg": 255} if spills else {}),
     )  # fmt: skip
     return tuple(results)

@@ -19,7 +19,7 @@ such a copy, and where both is so.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -312,19 +312,13 @@ class PrefillTile(NamedTuple):
     HAS_SLOPE: bool
 
 
-class Held(NamedTuple):
-    """Slots of a head, or of the slab of unequal ones, and its centroids."""
-
-    slots: Any
-    centroids: Any
-
-
-@triton.jit(do_not_specialize=["page"])
+@triton.jit(do_not_specialize=["page", "T", "slots", "centroids"])
 def _prefill_kernel(
     q: View, new_keys: View, new_values: View, new_valid_ptr, attended: Attended, state: StatePointers,
-    evicted: EvictedPointers, sink_ptr, results: ResultPointers, scaling: Scaling, rows_ptr, page, T, held: Held,
+    evicted: EvictedPointers, sink_ptr, results: ResultPointers, scaling: Scaling, rows_ptr, page, T, slots, centroids,
     TILE: tl.constexpr,
 ):  # fmt: skip
+    # T tokens over `slots` of a head, or of the slab of unequal ones, and its `centroids`: one compilation for all.
     HEADS: tl.constexpr = TILE.HEADS
     G: tl.constexpr = TILE.G
     D: tl.constexpr = TILE.D
@@ -354,7 +348,7 @@ def _prefill_kernel(
     top, total, acc = _empty(BLOCK_M, BV)
     if evicted.sizes_ptr is not None:
         top, total, acc = _add_centroids(
-            top, total, acc, queries, q_ptrs, rows, evicted, head, held.centroids, scaling, TILE
+            top, total, acc, queries, q_ptrs, rows, evicted, head, centroids, scaling, TILE
         )
     elif evicted.key_mean_ptr is not None:
         top, total, acc = _seed(q_ptrs, rows, evicted, head, scaling, TILE)
@@ -369,7 +363,7 @@ def _prefill_kernel(
 
     length = tl.load(state.lengths_ptr + head).to(tl.int32)
     whole = length // BLOCK_N * BLOCK_N
-    base, _ = _stretch(state.starts_ptr, head, held.slots, HEADS)
+    base, _ = _stretch(state.starts_ptr, head, slots, HEADS)
     keys = _codes_of(state.keys_ptr, key_scales_ptr, base, D)
     values = _codes_of(state.values_ptr, value_scales_ptr, base, DV)
     key_scales = _scales_of(key_scales_ptr, base, D)
@@ -543,7 +537,7 @@ def prefill_attention(
     if divides:  # two matrices do not fit
         slope = pointers.matrix_ptr / pointers.count_ptr.clamp(min=1)[..., None, None]
         pointers = pointers._replace(matrix_ptr=slope.to(q.dtype))
-    centroids = min(pow2(known.num or 1, 16), tile.keys, tile.centroids)  # their logits take more registers
+    centroids = min(tile.keys, tile.centroids)  # at a time: their logits take more registers
     sizes = PrefillTile(
         heads, groups, dim, value_dim, width, value_width, tile.rows, tile.keys, centroids, min(tile.seed, width),
         min(tile.slice or width, width), has_slope,
@@ -552,6 +546,6 @@ def prefill_attention(
         View.of(q), View.of(k), View.of(v), valid.view(torch.uint8), attend_itself(q, k, v, valid, spec),
         StatePointers(keys, values, scales[0], scales[1], bias, lengths_ptr=lengths, starts_ptr=starts), pointers,
         state.sink_logits, ResultPointers(out, lse, lse_evicted), Scaling(spec.scale, softcap), state.rows, page, num,
-        Held(slots, known.num), TILE=sizes, num_warps=tile.warps, num_stages=stages(tile.stages),
+        slots, known.num, TILE=sizes, num_warps=tile.warps, num_stages=stages(tile.stages),
     )  # fmt: skip
     return out, lse, lse_evicted

@@ -352,7 +352,7 @@ def sketch(keys: Tensor, columns: int, method: str, seed: int) -> Tensor:
 def _drawn(dim: int, columns: int, method: str, seed: int, device: torch.device) -> Tensor:
     """The sketch [dim, columns] fp32 of that seed: the same for keys of every dtype."""
     keys = torch.empty(1, 1, 0, dim, device=device)
-    made = reference.make_sketch(keys, columns, method, torch.Generator().manual_seed(seed))
+    made = reference.make_sketch(keys, columns, method, torch.Generator("cpu").manual_seed(seed))
     assert made is not None
     return made
 

@@ -49,7 +49,7 @@ class Text:
 @torch.no_grad()
 def read(model: Any, tokenizer: Any, sample: facts.Sample) -> Text:
     """Read a text and ask the full cache."""
-    reading = Reading.of(unpatch(model), torch.tensor([sample.prefix]))
+    reading = Reading.of(unpatch(model), torch.tensor([sample.prefix], device=model.device))
     told = answered(model, tokenizer, reading.full(), reading.ids, sample.questions)
     (goes_on,) = log_probabilities(model, reading.full(), [sample.continuation])
     return Text(sample, reading, len(sample.questions), told, goes_on)

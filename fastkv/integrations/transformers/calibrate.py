@@ -261,7 +261,7 @@ def hull(curve: Tensor) -> Tensor:
             corners.pop()
         corners.append(place)
     drops = [(values[a] - values[b]) / (b - a) for a, b in zip(corners, corners[1:]) for _ in range(b - a)]
-    return torch.cat([curve[:1], curve[0] - torch.tensor(drops, dtype=curve.dtype).cumsum(0)])
+    return torch.cat([curve[:1], curve[0] - curve.new_tensor(drops).cumsum(0)])
 
 
 def shares_of(layers: list[Tensor]) -> Tensor:
@@ -276,7 +276,7 @@ def shares_of(layers: list[Tensor]) -> Tensor:
         gains = saved.clone()
         gains[:, :whole] = float("inf")
         total = max(round(keep * steps * heads), 1)
-        chosen = torch.zeros(heads * steps, dtype=torch.bool)
+        chosen = torch.zeros_like(gains.flatten(), dtype=torch.bool)
         chosen[gains.flatten().topk(total).indices] = True
         counts = chosen.view(heads, steps).sum(-1).double().clamp(min=floor)
         table.append(counts / counts.mean())

@@ -271,8 +271,8 @@ def _cuts(found: list[Tensor], num: int) -> Tensor:
 
     Args: found: [B, T, T] bool, the later tokens that tokens see; empty if none does.
     """
-    place = torch.arange(num)
-    farthest = torch.zeros(num, dtype=torch.int64)
+    place = torch.arange(num, device="cpu")
+    farthest = torch.zeros_like(place)
     for ahead in found:
         columns = torch.arange(num, device=ahead.device)
         farthest = farthest.maximum((ahead * columns).amax((0, 2)).cpu())

@@ -189,10 +189,15 @@ def _fix_inputs(decoder: Module) -> None:
             module.register_forward_pre_hook(same_input, with_kwargs=True)
 
 
+def _drawn(most: int, shape: tuple[int, int]) -> Tensor:
+    """Random numbers below `most`, on the CPU whatever the default device: every device gets the same."""
+    return torch.randint(most, shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+
+
 def _cached_at(decoder: Any, position: int) -> list[tuple[Any, Any]]:
     """Keys and values [ROWS, Hkv, 1, D] that each layer caches of tokens without a past; None for linear layers."""
     weight = decoder.get_input_embeddings().weight
-    ids = torch.randint(len(weight), (ROWS, 1), generator=torch.Generator().manual_seed(0)).to(weight.device)
+    ids = _drawn(len(weight), (ROWS, 1)).to(weight.device)
     cache = _empty_cache(decoder)
     decoder(input_ids=ids, position_ids=torch.full_like(ids, position), **{CACHE: cache}, use_cache=True)
     layers: list[Any] = cache.layers
@@ -315,9 +320,8 @@ def _prompt(model: Module) -> tuple[Tensor, Tensor]:
         for name, number in vars(config).items()
         if name.endswith(("token_id", "token_index")) and isinstance(number, int)
     }
-    plain = torch.tensor([number for number in range(len(weight)) if number not in special])
-    shape = (2, PROMPT + DECODED)
-    ids = plain[torch.randint(len(plain), shape, generator=torch.Generator().manual_seed(0))].to(weight.device)
+    plain = torch.tensor([number for number in range(len(weight)) if number not in special], device="cpu")
+    ids = plain[_drawn(len(plain), (2, PROMPT + DECODED))].to(weight.device)
     mask = torch.ones_like(ids)
     mask[1, :PADDING] = 0
     return ids, mask

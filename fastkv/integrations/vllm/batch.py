@@ -69,7 +69,7 @@ def to_device(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[Ten
     sizes = [len(numbers) for numbers in lists]
     if not any(sizes):
         return tuple(torch.empty(0, dtype=torch.int64, device=device) for _ in lists)
-    made = torch.tensor([number for numbers in lists for number in numbers], dtype=torch.int64)
+    made = torch.tensor([number for numbers in lists for number in numbers], dtype=torch.int64, device="cpu")
     sent = made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
     return sent.split(sizes)
 
@@ -78,7 +78,9 @@ def to_host(tensor: Tensor) -> list[int]:
     """Numbers [N] of the device. The host waits for what the device was told to do before."""
     if tensor.device.type == "cpu":
         return tensor.tolist()  # type: ignore[no-any-return]
-    copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(
+        tensor, non_blocking=True
+    )
     event = torch.Event(tensor.device)
     event.record()
     event.synchronize()
