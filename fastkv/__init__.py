@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .errors import FastKVError
     from .integrations.transformers.cache import FastKVCache
     from .integrations.transformers.calibrate import calibrate_heads
-    from .integrations.transformers.forward import capture_decode
+    from .integrations.transformers.captured import capture_decode
     from .module import FastKVAttention
 
 __version__ = "0.1.0"
@@ -48,7 +48,7 @@ PLACES = {
     "FastKVError": "errors",
     "HeadShares": "calibration",
     "calibrate_heads": "integrations.transformers.calibrate",
-    "capture_decode": "integrations.transformers.forward",
+    "capture_decode": "integrations.transformers.captured",
     "compress": "api",
     "patch": "api",
     "patched": "api",

@@ -5,6 +5,7 @@ import torch
 from transformers import CompileConfig, DynamicCache
 
 import fastkv
+from fastkv.integrations.transformers import captured
 
 from .families import tiny
 from .models import FAMILIES, LATENT, VOCAB, build, compressed_layers, generate, prompt, raises, small
@@ -216,3 +217,69 @@ def test_captured_steps_refuse_what_they_cannot():
     raises("has moved", step, ids[:, :1])
     cache.reset()
     raises("empty cache; read a prompt first", step, ids[:, :1])
+
+
+# By `generate`, which asks for the call of its steps where it thinks that it can be compiled: on a GPU.
+
+
+def asked(model, monkeypatch):
+    """Let `generate` ask on a CPU, too. Returns: what it was told to call."""
+    told, ask = [], model.get_compiled_call
+    monkeypatch.setattr(model, "_valid_auto_compile_criteria", lambda *given: True, raising=False)
+    monkeypatch.setattr(model, "get_compiled_call", lambda config: told.append(ask(config)) or told[-1])
+    return told
+
+
+@pytest.mark.parametrize("name, policy", [("llama", "fastkv"), ("gemma3", "momentkv")])
+def test_generate_captures_its_steps(name, policy, monkeypatch):
+    """After some by the model; the same tokens as without, with padding, from a prompt or from a cache."""
+    model, (ids, mask) = build(name), prompt()
+    found = []
+    for static in (False, True):
+        fastkv.patch(model, policy, small(), evict_every=EVERY, static=static)
+        told = asked(model, monkeypatch) if static else []
+        first = generate(model, ids, mask, new=40, eos_token_id=VOCAB, return_dict_in_generate=True)
+        more = torch.cat([mask, torch.ones(3, first.sequences.shape[1] - mask.shape[1], dtype=torch.long)], 1)
+        again = {"past_key_values": first.past_key_values, "eos_token_id": VOCAB}
+        found.append((first.sequences, generate(model, first.sequences, more, new=25, **again)))
+    assert all(map(torch.equal, *found))
+    assert [steps.step is not None for steps in told] == [True, True]
+    fastkv.unpatch(model)
+
+
+def test_generate_captures_what_is_only_tokens(monkeypatch):
+    """Not where hidden states are asked for, or where a caller says how to compile; a failure is told once."""
+    model, (ids, mask) = build(), prompt()
+    fastkv.patch(model, "keydiff", small(), evict_every=EVERY, static=True)
+    told, how = asked(model, monkeypatch), {"new": 30, "eos_token_id": VOCAB}
+    want = generate(model, ids, mask, **how)
+    seen = generate(model, ids, mask, output_hidden_states=True, return_dict_in_generate=True, **how)
+    assert torch.equal(seen.sequences, want) and len(seen.hidden_states) == 30
+    assert [steps.step is None for steps in told] == [False, True]
+    graphs = Graphs()
+    config = CompileConfig(fullgraph=True, backend=graphs, mode=None)
+    assert torch.equal(generate(model, ids, mask, compile_config=config, **how), want) and graphs.inputs
+
+    def fails(*given):
+        raise torch.OutOfMemoryError("no room for a graph")
+
+    monkeypatch.setattr(captured, "capture_decode", fails)
+    with pytest.warns(UserWarning, match="decode steps are not captured, which is slower: no room for a graph") as said:
+        assert torch.equal(generate(model, ids, mask, **how), want)
+    assert len(said) == 1
+
+
+def test_a_capture_that_fails_leaves_the_cache_as_it_was(monkeypatch):
+    model, (ids, mask) = build(), prompt()
+    fastkv.patch(model, "keydiff", small(), evict_every=EVERY, static=True)
+    cache = model(ids, attention_mask=mask).past_key_values
+    twin = cache.clone()
+
+    def fails(self, link):
+        self._run()
+        raise RuntimeError("capture")
+
+    monkeypatch.setattr(captured.DecodeStep, "_captured", fails)
+    with pytest.raises(RuntimeError, match="capture"):
+        fastkv.capture_decode(model, cache, 3)
+    assert torch.equal(decode(model, model, cache, ids[:, :1], 9, 50), decode(model, model, twin, ids[:, :1], 9, 50))

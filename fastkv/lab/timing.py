@@ -159,7 +159,7 @@ class Compressed(Full):
         """As of `Full`."""
         if self.how != "captured":
             return super().step(cache, batch)
-        from ..integrations.transformers.forward import capture_decode
+        from ..integrations.transformers.captured import capture_decode
 
         replay = capture_decode(self.model, cache, batch)
         return lambda token, position: replay(token)

@@ -21,6 +21,7 @@ from triton.errors import TritonError
 import fastkv
 from fastkv import ops
 from fastkv.cache.pages import PageFormat
+from fastkv.integrations.transformers.captured import GeneratedSteps
 from fastkv.reference import LayerState
 
 from ..engine import LIMIT, ROOT, Row
@@ -196,8 +197,7 @@ PER_HEADS: dict[str, Callable[..., None]] = {
     "graph": partial(check_replays, paged=False),
     "pages": partial(check_replays, paged=True),
 }
-# Kinds of caches: policy, correction, and whether heads are equal. The default first; then moments, unequal heads, sums
-# of attention.
+# Caches: policy, correction, heads. The default first; then moments, unequal heads, sums of attention.
 KINDS = (
     ("fastkv", "auto", "uniform"),
     ("momentkv", "auto", "uniform"),
@@ -208,22 +208,21 @@ KINDS = (
 
 
 def logits_of(place: Place, model: Any, ids: Tensor, fed: Tensor, how: str) -> Tensor:
-    """Logits [B, T, V] after each of the tokens fed [B, T] behind a prompt; no step waits for the device
-    once everything is compiled and recorded.
-    """
+    """Logits [B, T, V] after each token fed [B, T] behind a prompt; no step waits once all is compiled and recorded."""
     cache = fastkv.FastKVCache(model)
     model(ids, past_key_values=cache, logits_to_keep=1)
     positions = torch.full_like(fed[:, :1], ids.shape[1])
-    call = torch.compile(model, fullgraph=True, mode="reduce-overhead") if how == "compiled" else model
-    step: Callable[[Tensor], Tensor] = lambda token: call(  # noqa: E731
-        token, past_key_values=cache, position_ids=positions
-    ).logits[:, -1]
+    call = GeneratedSteps(model) if how == "generated" else model
+    if how == "compiled":
+        call = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    told = {"past_key_values": cache, "position_ids": positions}
+    step: Callable[[Tensor], Tensor] = lambda token: call(input_ids=token, **told).logits[:, -1]  # noqa: E731
     if how == "captured":
         step = fastkv.capture_decode(model, cache, len(ids))
     found = []
     try:
         for number, token in enumerate(fed.split(1, 1)):
-            if number == 2 * EVERY + 1:
+            if number == 2 * EVERY + 1 and how != "generated":  # which waits before it captures
                 place.cuda.synchronize()
                 place.cuda.set_sync_debug_mode("error")  # whatever waits raises
             found.append(step(token.contiguous()).clone())
@@ -234,7 +233,7 @@ def logits_of(place: Place, model: Any, ids: Tensor, fed: Tensor, how: str) -> T
 
 
 def check_steps(place: Place, family: str, kind: tuple[str, str, str], how: str) -> None:
-    """Captured steps equal eager ones bit for bit; compiled ones, fed the same tokens, are as close as `COMPILED`.
+    """Captured steps, also by `generate`, equal eager ones bit for bit; compiled ones are as close as `COMPILED`.
 
     Of a small model with seeded weights, whose cache evicts all the time; layers with a window have rings beside it.
     """
@@ -249,7 +248,7 @@ def check_steps(place: Place, family: str, kind: tuple[str, str, str], how: str)
     want = logits_of(place, model, ids, fed, "eager")
     with place.stance:
         got = logits_of(place, model, ids, fed, how)
-    if how == "captured":
+    if how != "compiled":
         equal("logits", got, want)
         return
     errors = (got.double() - want.double()).norm(dim=(0, 2)) / want.double().norm(dim=(0, 2))

@@ -32,10 +32,11 @@ def planned(place: Place) -> dict[str, list[Job]]:
     timed = {name: [timing(place, case) for case in cases] for name, cases in timings.cases().items()}
     steps = partial(of_steps, place)
     first, *others = checks.KINDS
+    once = [steps("llama", first, how) for how in ("captured", "generated", "compiled")]
     captured = [steps(family, kind, "captured") for kind in checks.KINDS for family in checks.FAMILIES]
     compiled = [*(steps("llama", kind, "compiled") for kind in others), steps("gemma-3", first, "compiled")]
     return {
-        "device": [*of_heads(place, LLAMA), captured[0], steps("llama", first, "compiled")],
+        "device": [*of_heads(place, LLAMA), *once],
         "key": timed["key"],
         "model": [*wholes(place)],
         "prompt": timed["prompt"],

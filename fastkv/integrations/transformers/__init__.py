@@ -29,7 +29,7 @@ from ...cache import CacheWorkspace
 from ...calibration import kv_shapes
 from ...config import Config
 from ...errors import FastKVError
-from . import attention, forward, modules, selfcheck, stock
+from . import attention, captured, forward, modules, selfcheck, stock
 from .cache import build_layers, is_static, stock_layers
 from .layer import FastKVLayer
 from .modules import sizes
@@ -308,6 +308,7 @@ def attach(model: Module, found: list[Module], config: Config) -> None:
         _override(model, "_prepare_cache_for_generation", forward.prepare_cache)
         _override(model, "create_masks_for_generate", forward.masks_for_generate)
         _override(model, "_update_model_kwargs_for_generation", forward.update_kwargs)
+        _override(model, "get_compiled_call", captured.call_for_generate)
         if hasattr(base, "rope_deltas"):
             _override(model, "_prepare_position_ids_for_generation", forward.positions_for_generate)
     for name in ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"):

@@ -1,0 +1,234 @@
+"""Decode steps as CUDA graphs: for loops of one's own, and those of `generate`.
+
+A step launches some ten kernels a layer, which takes the host longer than a GPU. A replayed graph takes no time of the
+host, and one is captured in less than a second; torch.compile needs more than a minute for 30 layers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ...backend import Parallel
+from ...cache import Tick
+from ...errors import FastKVError
+from .cache import FastKVCache
+from .stock import CACHE
+
+WARM_UP = 3  # steps before a capture, in which kernels are compiled and chosen
+
+
+def capture_decode(model: Module, cache: FastKVCache, batch_size: int) -> DecodeStep:
+    """Capture the decode step of a patched model as two CUDA graphs, one of which evicts.
+
+    A cache that has read a prompt continues from there. An empty cache gets its slots now, so that one captured step
+    serves all prompts that are read into it, with `reset()` between them. On a CPU, which has no graphs, the same calls
+    run the model itself.
+
+    Args: model: patched.  cache: a static cache of the model (`static=True` where that is not the default).
+        batch_size: sequences of the cache.
+    Raises: FastKVError if the cache is not static, holds another number of sequences, or is empty and its slots depend
+        on the prompt.
+    """
+    if not isinstance(cache, FastKVCache):
+        raise FastKVError(f"capture_decode needs a FastKVCache, got {type(cache).__name__}; make one of the model")
+    if not cache.is_compileable:
+        raise FastKVError(
+            "capture_decode needs a cache that stays where it is, got one that does not; patch with static=True or "
+            "make a FastKVCache(model, static=True)"
+        )
+    config, first = cache.config, cache.compressed[0]
+    if first.cache.started and first.batch_size != batch_size:
+        raise FastKVError(f"the cache holds {first.batch_size} sequences, got batch_size={batch_size}; they must agree")
+    if first.cache.started and not cache.rolled:
+        raise FastKVError(
+            "the sliding windows of a loaded cache do not know its padding, got no step since; run the model for one "
+            "token with its attention_mask first"
+        )
+    if not first.cache.started and (config.budget.follows_prompt or config.deferred):
+        raise FastKVError("the size of this cache depends on its prompt, got an empty cache; read the prompt first")
+    if not first.cache.started and config.budget.shared is not None and config.budget.context is None:
+        raise FastKVError(
+            "heads share slots as the length of the text demands, got an empty cache; give Budget(context=...), the "
+            "length that they are for, or read a prompt first"
+        )
+    return DecodeStep(model, cache, batch_size)
+
+
+class DecodeStep:
+    """One more token for every sequence of a cache, as made by `capture_decode`.
+
+    Calling it with tokens [B, 1] int64 returns logits [B, vocabulary] in a buffer that a later call overwrites. Tokens
+    get their true positions in their sequences, without padding, as in `generate`.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: Module, cache: FastKVCache, batch_size: int) -> None:
+        self.model, self.cache = model, cache
+        device = next(model.parameters()).device
+        self.tokens = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
+        empty = not cache.compressed[0].cache.started
+        if empty:
+            model(self.tokens.expand(-1, 2), **{CACHE: cache})
+        clock = cache.workspace.clock
+        changed = cache.changed()
+        self.start, self.saved = clock.now, [(tensor, tensor.clone()) for tensor in changed]
+        self.replay: dict[bool, Callable[[], Tensor]] = {}
+        try:
+            for link in (clock.first, clock.last):
+                self.replay[link.next.evicts] = self._captured(link)
+        finally:
+            self._restore()
+            del self.saved
+        self.place = self._place()
+        if empty:
+            cache.reset()
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Raises FastKVError if tokens are of another shape, the cache is empty, or its state has moved."""
+        if tokens.shape != self.tokens.shape:
+            raise FastKVError(
+                f"this step takes tokens {list(self.tokens.shape)}, got {list(tokens.shape)}; capture one for every "
+                "batch size"
+            )
+        if not self.cache.compressed[0].cache.started:
+            raise FastKVError("a decode step needs a past, got an empty cache; read a prompt first")
+        if self.moved:
+            raise FastKVError(
+                "the cache has moved since this step was captured: its batch changed or its heads traded slots; call "
+                "fastkv.capture_decode again"
+            )
+        self.tokens.copy_(tokens)
+        clock = self.cache.workspace.clock
+        following = clock.now.next
+        logits = self.replay[following.evicts]()
+        clock.now = following
+        for layer in self.cache.compressed:
+            assert layer.state is not None
+            layer.state.fill()
+        return logits
+
+    @property
+    def moved(self) -> bool:
+        """Whether the cache is no longer where it was captured."""
+        return self._place() != self.place
+
+    @torch.no_grad()
+    def _run(self) -> Tensor:
+        """The step itself, logits [B, vocabulary]."""
+        positions = self.cache.next_positions(1, None).clone()  # the forward counts on
+        out: Any = self.model(input_ids=self.tokens, position_ids=positions, **{CACHE: self.cache}, use_cache=True)
+        return out.logits[:, -1]
+
+    def _captured(self, link: Tick) -> Callable[[], Tensor]:
+        """The graph of the step after `link`; where there are no graphs, the step itself."""
+        if self.tokens.device.type != "cuda":
+            return self._run
+        clock, graph = self.cache.workspace.clock, torch.cuda.CUDAGraph()
+        with torch.cuda.device(self.tokens.device):  # of the model, which need not be the current one
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UP):
+                    self._restore()
+                    clock.now = link
+                    self._run()
+                self._restore()
+            torch.cuda.current_stream().wait_stream(side)
+            clock.now = link
+            with torch.cuda.graph(graph, stream=side):
+                logits = self._run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
+
+    def _restore(self) -> None:
+        """As before the first step."""
+        for tensor, was in self.saved:
+            tensor.copy_(was)
+        self.cache.workspace.clock.now = self.start
+
+    def _place(self) -> list[tuple[int, int]]:
+        """Where slots and offsets of positions are, and how many slots a head may have: what was captured."""
+        states, deltas = [layer.state for layer in self.cache.compressed], self.cache.rope_deltas
+        slots = [(state.exact.keys.data_ptr(), state.exact.limit) for state in states if state is not None]
+        return slots if deltas is None else [*slots, (deltas.data_ptr(), len(deltas))]
+
+
+# `generate`.
+
+
+EAGER = 16  # steps of a text before its cache is captured, which takes about as long
+# What `generate` gives a decode step that is nothing but its tokens; others may be there, but say nothing.
+PLAIN = {"input_ids", "position_ids", "use_cache", "return_dict", "logits_to_keep", "cache_position", CACHE}
+
+
+def call_for_generate(self: Any, compile_config: Any) -> Callable[..., Any]:
+    """`generate` asks for the call of a text's decode steps here where its cache holds still on a GPU.
+
+    Stock models compile it. One with a compressed cache captures it, unless the caller says how to compile, or other
+    processes hold a part of each layer.
+    """
+    if compile_config is None and Parallel.of(self).size == 1:
+        return GeneratedSteps(self)
+    stock: Callable[..., Any] = type(self).get_compiled_call(self, compile_config)
+    return stock
+
+
+class GeneratedSteps:
+    """The decode steps of one `generate`: the first ones by the model, which compile kernels, all others captured.
+
+    Steps of anything but tokens (images, masks, hidden states that are asked for) are the model's; so is every step
+    after a capture that failed, of which the caller is warned.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.eager = 0  # steps so far, -1 if all are
+        self.step: DecodeStep | None = None
+
+    def __call__(self, **given: Any) -> Any:
+        """What the model's own forward returns, of a captured step the logits and the cache."""
+        if self.step is not None and self.step.moved:  # beams that were chosen, for example
+            self.step, self.eager = None, 0
+        captures = self.step is not None or self.eager == EAGER
+        if not _is_plain(given) or not captures or not self._ready(given):
+            self.eager += 0 <= self.eager < EAGER
+            return self.model(**given)
+        assert self.step is not None
+        return CausalLMOutputWithPast(logits=self.step(given["input_ids"])[:, None], past_key_values=given[CACHE])
+
+    def _ready(self, given: dict[str, Any]) -> bool:
+        """Whether there is a captured step, which is captured now if it can be."""
+        cache, tokens = given[CACHE], given["input_ids"]
+        if self.step is not None:
+            return len(tokens) == len(self.step.tokens)
+        positions = given.get("position_ids")
+        if positions is not None and not torch.equal(positions, cache.next_positions(1, None).expand_as(positions)):
+            self.eager = -1  # numbered by somebody else
+            return False
+        try:
+            self.step = capture_decode(self.model, cache, len(tokens))
+        except RuntimeError as error:
+            self.eager = -1
+            reason = str(error).partition("\n")[0]
+            warnings.warn(f"fastkv: decode steps are not captured, which is slower: {reason}", stacklevel=3)
+        return self.step is not None
+
+
+def _is_plain(given: dict[str, Any]) -> bool:
+    """Whether a step of `generate` is one token for each sequence, and no more. Casts of autocast are not captured."""
+    tokens, cache = given.get("input_ids"), given.get(CACHE)
+    more = any(value is not None and value is not False for name, value in given.items() if name not in PLAIN)
+    if more or not isinstance(cache, FastKVCache) or not isinstance(tokens, Tensor) or tokens.shape[1:] != (1,):
+        return False
+    return not torch.is_autocast_enabled(tokens.device.type)
