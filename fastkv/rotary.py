@@ -28,7 +28,7 @@ class Rotary:
     start: int = 0
 
     @classmethod
-    def still(cls, dim: int, device: torch.device | None = None) -> Rotary:
+    def still(cls, dim: int, device: torch.device | str = "cpu") -> Rotary:
         """That of a layer whose keys, of `dim` numbers, are not turned."""
         return cls(torch.zeros(dim // 2, device=device))
 

@@ -93,8 +93,8 @@ def test_other_caches_compile_too(name, policy, options):
 
 
 @pytest.mark.parametrize("name", [named("llama", slow=True), "gemma3"])
-def test_generate_compiles_by_itself(name):
-    """As it does on CUDA without being asked; on a CPU transformers has to be told to."""
+def test_generate_compiles(name):
+    """Where it is told how to."""
     torch._dynamo.reset()
     model, (ids, mask) = build(name, **CHANGES.get(name, {"num_hidden_layers": 2})), prompt()
     fastkv.patch(model, "momentkv", small(), evict_every=EVERY, static=False)
@@ -244,42 +244,22 @@ def test_generate_captures_its_steps(name, policy, monkeypatch):
         found.append((first.sequences, generate(model, first.sequences, more, new=25, **again)))
     assert all(map(torch.equal, *found))
     assert [steps.step is not None for steps in told] == [True, True]
-    fastkv.unpatch(model)
 
 
 def test_generate_captures_what_is_only_tokens(monkeypatch):
-    """Not where hidden states are asked for, or where a caller says how to compile; a failure is told once."""
+    """Not where hidden states are asked for. A capture that fails is told once, and leaves the cache as it was."""
     model, (ids, mask) = build(), prompt()
     fastkv.patch(model, "keydiff", small(), evict_every=EVERY, static=True)
     told, how = asked(model, monkeypatch), {"new": 30, "eos_token_id": VOCAB}
     want = generate(model, ids, mask, **how)
     seen = generate(model, ids, mask, output_hidden_states=True, return_dict_in_generate=True, **how)
     assert torch.equal(seen.sequences, want) and len(seen.hidden_states) == 30
-    assert [steps.step is None for steps in told] == [False, True]
-    graphs = Graphs()
-    config = CompileConfig(fullgraph=True, backend=graphs, mode=None)
-    assert torch.equal(generate(model, ids, mask, compile_config=config, **how), want) and graphs.inputs
-
-    def fails(*given):
-        raise torch.OutOfMemoryError("no room for a graph")
-
-    monkeypatch.setattr(captured, "capture_decode", fails)
-    with pytest.warns(UserWarning, match="decode steps are not captured, which is slower: no room for a graph") as said:
-        assert torch.equal(generate(model, ids, mask, **how), want)
-    assert len(said) == 1
-
-
-def test_a_capture_that_fails_leaves_the_cache_as_it_was(monkeypatch):
-    model, (ids, mask) = build(), prompt()
-    fastkv.patch(model, "keydiff", small(), evict_every=EVERY, static=True)
-    cache = model(ids, attention_mask=mask).past_key_values
-    twin = cache.clone()
 
     def fails(self, link):
         self._run()
-        raise RuntimeError("capture")
+        raise torch.OutOfMemoryError("no room for a graph")
 
     monkeypatch.setattr(captured.DecodeStep, "_captured", fails)
-    with pytest.raises(RuntimeError, match="capture"):
-        fastkv.capture_decode(model, cache, 3)
-    assert torch.equal(decode(model, model, cache, ids[:, :1], 9, 50), decode(model, model, twin, ids[:, :1], 9, 50))
+    with pytest.warns(UserWarning, match="decode steps are not captured, which is slower: no room for a graph") as said:
+        assert torch.equal(generate(model, ids, mask, **how), want)
+    assert len(said) == 1 and [steps.step is None for steps in told] == [False, True, True]

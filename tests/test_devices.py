@@ -167,3 +167,15 @@ def test_the_default_device_does_not_matter(policy, defaults):
     want = read(make())
     defaults(torch.float32, "meta")
     assert torch.equal(read(make()), want)
+
+
+@pytest.mark.parametrize("policy, options", [("fastkv", {}), ("compactor", {"prefill_block": 16}), ("kvzip", {})])
+def test_the_default_device_decides_nothing(policy, options):
+    """Not where seeds, positions and plans are: there are no numbers on this one."""
+    model, (ids, _), found = build(), prompt(), []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            cache = fastkv.FastKVCache(fastkv.patch(model, policy, small(), evict_every=4, **options))
+            logits = [model(part, past_key_values=cache).logits for part in (ids, *ids[:, :9].split(1, 1))]
+        found.append(torch.cat(logits, 1))
+    assert torch.equal(*found)
