@@ -95,8 +95,8 @@ MERGE_TILE = 16384  # elements of partials summed at once: all of the usual shap
 
 
 class Sizes(NamedTuple):
-    """Slots of a pair, or of a sequence where heads have unequally many; of the whole batch; centroids of a pair. A
-    launch is given UNIT times as many: of unequal heads 16 times, or each layer would need a compilation of its own.
+    """Slots of a pair, or of a sequence where heads have unequally many; of the whole batch; centroids of a pair: UNIT
+    times as many.
     """
 
     slots: Any
@@ -108,6 +108,9 @@ class DecodeTile(NamedTuple):
     """Constants of a launch: GROUP and its columns and rows while partials are merged, MERGE; SPLITS programs for the
     slots of a pair, PARTS in all, with those for what it evicted; slots, rows of the matrix, centroids, and slots whose
     attention is added, at a time.
+
+    UNIT: a launch is given so many times as many slots. Multiples of 16 are compilations of their own: there is one for
+    a cache of equal heads, but unequal ones have other numbers in each layer, and 16 times these are all alike.
     """
 
     HEADS: int

@@ -295,7 +295,8 @@ def _lse(top, total):
 
 class PrefillTile(NamedTuple):
     """Constants of a launch: sizes of heads, padded ones BD and BV, and what a program works on at a time, see `Tile`;
-    HAS_SLOPE: the matrix of the moments is S / n, not S.
+    HAS_SLOPE: the matrix of the moments is S / n, not S; UNIT: a launch is given so many times as many slots, see
+    `decode_attention.DecodeTile`.
     """
 
     HEADS: int
@@ -310,15 +311,16 @@ class PrefillTile(NamedTuple):
     SEED: int
     SLICE: int
     HAS_SLOPE: bool
+    UNIT: int
 
 
-@triton.jit(do_not_specialize=["page", "T", "slots", "centroids"])
+@triton.jit(do_not_specialize=["page", "T", "centroids"])
 def _prefill_kernel(
     q: View, new_keys: View, new_values: View, new_valid_ptr, attended: Attended, state: StatePointers,
     evicted: EvictedPointers, sink_ptr, results: ResultPointers, scaling: Scaling, rows_ptr, page, T, slots, centroids,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    # T tokens over `slots` of a head, or of the slab of unequal ones, and its `centroids`: one compilation for all.
+    # T tokens over slots of a head, or of the slab of unequal ones, and its `centroids`.
     HEADS: tl.constexpr = TILE.HEADS
     G: tl.constexpr = TILE.G
     D: tl.constexpr = TILE.D
@@ -363,7 +365,7 @@ def _prefill_kernel(
 
     length = tl.load(state.lengths_ptr + head).to(tl.int32)
     whole = length // BLOCK_N * BLOCK_N
-    base, _ = _stretch(state.starts_ptr, head, slots, HEADS)
+    base, _ = _stretch(state.starts_ptr, head, slots // TILE.UNIT, HEADS)
     keys = _codes_of(state.keys_ptr, key_scales_ptr, base, D)
     values = _codes_of(state.values_ptr, value_scales_ptr, base, DV)
     key_scales = _scales_of(key_scales_ptr, base, D)
@@ -540,12 +542,12 @@ def prefill_attention(
     centroids = min(tile.keys, tile.centroids)  # at a time: their logits take more registers
     sizes = PrefillTile(
         heads, groups, dim, value_dim, width, value_width, tile.rows, tile.keys, centroids, min(tile.seed, width),
-        min(tile.slice or width, width), has_slope,
+        min(tile.slice or width, width), has_slope, 1 if starts is None else 16,
     )  # fmt: skip
     _prefill_kernel[(triton.cdiv(num * groups, tile.rows), batch * heads)](
         View.of(q), View.of(k), View.of(v), valid.view(torch.uint8), attend_itself(q, k, v, valid, spec),
         StatePointers(keys, values, scales[0], scales[1], bias, lengths_ptr=lengths, starts_ptr=starts), pointers,
         state.sink_logits, ResultPointers(out, lse, lse_evicted), Scaling(spec.scale, softcap), state.rows, page, num,
-        slots, known.num, TILE=sizes, num_warps=tile.warps, num_stages=stages(tile.stages),
+        slots * sizes.UNIT, known.num, TILE=sizes, num_warps=tile.warps, num_stages=stages(tile.stages),
     )  # fmt: skip
     return out, lse, lse_evicted
