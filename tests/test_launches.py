@@ -12,6 +12,7 @@ from fastkv.cache.layout import Attends, LayerPlan
 from fastkv.config import Config
 from fastkv.ops import operator
 from fastkv.reference.centroids import BLOCK
+from perf.micro import states
 
 from .launches import Driver, Operators, recorded
 from .test_ops import CASES, flattened
@@ -52,6 +53,20 @@ def test_all_lengths_of_prompts_need_few_compilations(policy, block, slots):
             read(layer(policy, Budget(tokens=64, sinks=2, recent=8), block, slots), length, block)
     found = launches.compilations()
     assert len(found) > 4 and max(found.values()) <= MOST, found
+
+
+def test_layers_of_unequal_heads_share_compilations():
+    """Each has other numbers of slots and centroids. What differs is how many partials are merged."""
+    q, k, v = torch.zeros(1, 4, 64, D), *torch.zeros(2, 1, 2, 64, D)
+    spec = states.spec("centroids", 0, "triton")
+    with recorded() as launches:
+        for kept in (64, 100, 176, 300, 433, 640, 777, 1000, 1536, 2047, 3001, 4096):
+            state = states.filled(1, 2, D, kept, free=kept % 17, correction="centroids", shares=(0.4, 1.6))
+            ops.decode_step(q[:, :, 0].contiguous(), *(t[:, :, :1].contiguous() for t in (k, v)), state, spec)
+            for num in (48, 61):
+                valid = torch.ones(1, num, dtype=torch.bool)
+                ops.prefill_attention(q[:, :, :num], k[:, :, :num], v[:, :, :num], valid, state, spec)
+    assert sorted(launches.compilations().values()) == [1, 5], launches.compilations()
 
 
 def test_nor_do_scores_of_prompts():
