@@ -80,7 +80,7 @@ def patch(
         backend: "triton": Triton kernels; "cpu": C++ and torch's fused attention; "reference": plain torch. "auto":
             "triton" on an accelerator, "cpu" on a CPU.
         static: whether decode steps change tensors at fixed addresses only, so that they can be compiled and captured
-            as CUDA graphs; on CUDA `model.generate` then compiles by itself. None: on a single CUDA device.
+            as CUDA graphs; on CUDA `model.generate` then captures them. None: on a single CUDA device.
         slots: how keys and values are stored. "model": in the model's dtype; "int8", "fp8": 8 bits a number, about
             half the bytes of bfloat16; "int4": 4 bits, about 0.29 of the bytes; "k8v4": keys as int8, values as int4.
             "auto": for a budget in bytes int8, or int4 from "12x" on; for a budget in tokens "model".

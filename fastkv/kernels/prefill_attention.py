@@ -19,7 +19,7 @@ such a copy, and where both is so.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -314,13 +314,19 @@ class PrefillTile(NamedTuple):
     UNIT: int
 
 
-@triton.jit(do_not_specialize=["page", "T", "centroids"])
+class Held(NamedTuple):
+    """Slots of a head, or of the slab of unequal ones, and its centroids: UNIT times as many."""
+
+    slots: Any
+    centroids: Any
+
+
+@triton.jit(do_not_specialize=["page", "T"])
 def _prefill_kernel(
     q: View, new_keys: View, new_values: View, new_valid_ptr, attended: Attended, state: StatePointers,
-    evicted: EvictedPointers, sink_ptr, results: ResultPointers, scaling: Scaling, rows_ptr, page, T, slots, centroids,
+    evicted: EvictedPointers, sink_ptr, results: ResultPointers, scaling: Scaling, rows_ptr, page, T, held: Held,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    # T tokens over slots of a head, or of the slab of unequal ones, and its `centroids`.
     HEADS: tl.constexpr = TILE.HEADS
     G: tl.constexpr = TILE.G
     D: tl.constexpr = TILE.D
@@ -350,7 +356,7 @@ def _prefill_kernel(
     top, total, acc = _empty(BLOCK_M, BV)
     if evicted.sizes_ptr is not None:
         top, total, acc = _add_centroids(
-            top, total, acc, queries, q_ptrs, rows, evicted, head, centroids, scaling, TILE
+            top, total, acc, queries, q_ptrs, rows, evicted, head, held.centroids // TILE.UNIT, scaling, TILE
         )
     elif evicted.key_mean_ptr is not None:
         top, total, acc = _seed(q_ptrs, rows, evicted, head, scaling, TILE)
@@ -365,7 +371,7 @@ def _prefill_kernel(
 
     length = tl.load(state.lengths_ptr + head).to(tl.int32)
     whole = length // BLOCK_N * BLOCK_N
-    base, _ = _stretch(state.starts_ptr, head, slots // TILE.UNIT, HEADS)
+    base, _ = _stretch(state.starts_ptr, head, held.slots // TILE.UNIT, HEADS)
     keys = _codes_of(state.keys_ptr, key_scales_ptr, base, D)
     values = _codes_of(state.values_ptr, value_scales_ptr, base, DV)
     key_scales = _scales_of(key_scales_ptr, base, D)
@@ -544,10 +550,11 @@ def prefill_attention(
         heads, groups, dim, value_dim, width, value_width, tile.rows, tile.keys, centroids, min(tile.seed, width),
         min(tile.slice or width, width), has_slope, 1 if starts is None else 16,
     )  # fmt: skip
+    held = Held(slots * sizes.UNIT, None if known.num is None else known.num * sizes.UNIT)
     _prefill_kernel[(triton.cdiv(num * groups, tile.rows), batch * heads)](
         View.of(q), View.of(k), View.of(v), valid.view(torch.uint8), attend_itself(q, k, v, valid, spec),
         StatePointers(keys, values, scales[0], scales[1], bias, lengths_ptr=lengths, starts_ptr=starts), pointers,
         state.sink_logits, ResultPointers(out, lse, lse_evicted), Scaling(spec.scale, softcap), state.rows, page, num,
-        slots * sizes.UNIT, known.num, TILE=sizes, num_warps=tile.warps, num_stages=stages(tile.stages),
+        held, TILE=sizes, num_warps=tile.warps, num_stages=stages(tile.stages),
     )  # fmt: skip
     return out, lse, lse_evicted
