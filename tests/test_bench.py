@@ -73,11 +73,6 @@ def test_peaks_see_what_was_freed_and_start_at_zero():
     assert early < 16 << 20 and 56 << 20 < memory.peak() < 128 << 20
 
 
-def test_a_system_that_does_not_say_has_no_peak(monkeypatch):
-    monkeypatch.setattr("fastkv.lab.timing.forget_peak", lambda: False)
-    assert Memory(CPU).peak() is None
-
-
 def test_medians_over_rounds(cases):
     full, kept, *rest = cases
     rest[1].left_out = "out of memory"

@@ -152,15 +152,6 @@ def test_every_cloud_has_a_finite_dimension(seed, num, dim, values, dtype):
         assert got.pca == 0
 
 
-def test_repeated_points_count_once_for_neighbours():
-    points = embedded(uniform(300, 3), 8)
-    repeated = points[torch.randint(0, 300, (900,), generator=seeded())]
-    repeated = torch.cat([points, repeated])
-    assert two_nn(repeated) == two_nn(points)
-    assert levina_bickel(repeated) == levina_bickel(points)
-    assert geometry.pca(torch.cat([points, points]), 0.95) == geometry.pca(points, 0.95)
-
-
 def cosine(a, b):
     return math.fsum(x * y for x, y in zip(a, b)) / (math.hypot(*a) * math.hypot(*b))
 
