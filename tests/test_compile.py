@@ -94,7 +94,6 @@ def test_other_caches_compile_too(name, policy, options):
 
 @pytest.mark.parametrize("name", [named("llama", slow=True), "gemma3"])
 def test_generate_compiles(name):
-    """Where it is told how to."""
     torch._dynamo.reset()
     model, (ids, mask) = build(name, **CHANGES.get(name, {"num_hidden_layers": 2})), prompt()
     fastkv.patch(model, "momentkv", small(), evict_every=EVERY, static=False)
