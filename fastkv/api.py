@@ -67,9 +67,9 @@ def patch(
             cache of the first prompt; or a `Budget`. Heads get what they need (see `Budget.heads`), which is measured
             now if the model was not calibrated yet.
         prefill_block: None reads the whole prompt with the stock attention and compresses each layer right after its
-            own attention. A number reads the prompt in blocks of that many tokens, which bounds memory. "auto" is the
-            smallest block that computes as long as the weights take to read; None where frequencies of the rotary
-            embedding depend on the length.
+            own attention. A number reads the prompt in blocks of that many tokens, which bounds memory. "auto": blocks
+            that take as long to compute as to launch, 4,096 on a GPU and 512 on a CPU; None where frequencies of the
+            rotary embedding depend on the length.
         evict_every: decode steps between evictions; the cache holds up to `budget + evict_every` tokens per head.
         correction: what evicted tokens add to attention. "moments": their first-order estimate; "mean": its
             zeroth-order part; "centroids": a few weighted pairs; "none": nothing. "matching": values and biases of the
@@ -100,8 +100,7 @@ def patch(
     otherwise = Config.make(settings.WITHOUT_ROTARY, *rest) if policy is None else None
     config = engine.with_rotations(config, model, modules, otherwise).coded(*engine.sizes(modules))
     if automatic:
-        weight = next(model.parameters())
-        config = replace(config, prefill_block=prefill.block_tokens(weight.device, weight.dtype))
+        config = replace(config, prefill_block=prefill.block_tokens(next(model.parameters()).device))
     config = settings.with_fits(config, model.config, vector)
     config = settings.with_shares(config, model.config, lambda wanted: shares_for(model, wanted))
     engine.detach(model)

@@ -8,6 +8,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fastkv
 from fastkv.cache import layer as cache_layer
+from fastkv.cache import prefill
 from fastkv.integrations.transformers import stock
 from fastkv.integrations.transformers.attention import NAME
 
@@ -214,3 +215,13 @@ def test_layer_shares_are_what_they_say():
     fastkv.patch(model, "momentkv", budget=small(layers=[40, 20, 12, 8]))
     cache = model(ids).past_key_values
     assert [int(cache.stored(layer)[0, 0]) for layer in range(4)] == [40, 20, 12, 8]
+
+
+def test_blocks_of_a_size_for_the_device(monkeypatch):
+    assert [prefill.block_tokens(torch.device(kind)) for kind in ("cpu", "cuda", "xpu")] == [512, 4096, 512]
+    model, (ids, mask) = build(), prompt()
+    monkeypatch.setattr(prefill, "ELSEWHERE", 13)
+    found = [
+        generate(fastkv.patch(model, "keydiff", small(), prefill_block=block), ids, mask) for block in ("auto", 13)
+    ]
+    assert model._fastkv_config.prefill_block == 13 and torch.equal(*found)

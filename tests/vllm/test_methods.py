@@ -1,6 +1,7 @@
 """Every policy and correction that reads a prompt once, and those that are not: tokens as `fastkv.patch` gives them."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import fastkv
 from fastkv import FastKVError
 from fastkv.calibration import user_cache
 from fastkv.integrations.transformers.calibrate import known_shares
+from fastkv.integrations.vllm import settings
 from fastkv.integrations.vllm.backend import Compression
 
 from .engine import FITTED, Alone, Traffic, loaded, prompt, start
@@ -145,3 +147,13 @@ def test_sequences_that_fit(model, policy):
     layers, heads, dim = 4, config.model_config.get_total_num_kv_heads(), config.model_config.get_head_size()
     stock = memory // (context * layers * heads * 2 * dim * 4)
     assert stock and config.cache_config.num_gpu_blocks - 1 >= 15 * stock  # page 0 is nobody's
+
+
+@pytest.mark.parametrize("offered, size", [(8192, 512), (300, 285), (70, 64)])
+def test_blocks_for_the_device_have_room_in_a_step(offered, size, monkeypatch):
+    """Beside 15 other sequences; of fewer than 64 tokens the start would complain."""
+    steps = SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=offered, max_num_scheduled_tokens=None)
+    told = {"additional_config": {"fastkv": {"budget": 64, "prefill_block": "auto"}}, "scheduler_config": steps}
+    vllm_config = SimpleNamespace(**told, device_config=SimpleNamespace(device_type="cpu"))
+    monkeypatch.setattr(settings, "_check_engine", lambda *given: None)
+    assert settings.config_of(vllm_config).prefill_block == size

@@ -49,6 +49,7 @@ SMALL = {  # what a model can be made without while its heads stay as wide as th
     "num_experts_per_tok": 1,
     "pad_token_id": None,
 }
+LEAST_BLOCK = 64  # tokens of a prompt that "auto" takes a step to have room for
 Kind = str | int | None  # of a request: its class, tokens that it keeps, None for the server's own settings
 
 
@@ -75,8 +76,8 @@ def config_of(vllm_config: Any, kind: Kind = None) -> Config:
     if kind is not None:
         chosen |= chosen["classes"][kind]
     if chosen["prefill_block"] == "auto":
-        device = torch.device(vllm_config.device_config.device_type)
-        chosen["prefill_block"] = block_tokens(device, vllm_config.model_config.dtype)
+        size = block_tokens(torch.device(vllm_config.device_config.device_type))
+        chosen["prefill_block"] = min(size, max(_room(vllm_config.scheduler_config), LEAST_BLOCK))
     policy, budget = chosen["policy"], chosen["budget"]
     if isinstance(policy, dict):
         chosen["policy"] = get(**{"name": "", **policy})
@@ -219,16 +220,21 @@ def _check_engine(vllm_config: Any, config: Config) -> None:
             "Budget(heads='adaptive') lets heads of all processes trade slots, whose pages have a fixed size; use "
             "heads='uniform' with tensor parallelism"
         )
-    length = vllm_config.model_config.max_model_len
-    offered = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-    least = (length if block is None else min(block, length)) + scheduler.max_num_seqs - 1
-    if offered < least:
+    length, others = vllm_config.model_config.max_model_len, scheduler.max_num_seqs - 1
+    size = length if block is None else min(block, length)
+    if _room(scheduler) < size:
         what = "a whole prompt" if block is None else "a block of a prompt"
         raise FastKVError(
-            f"prefill_block={block} reads {what} in one step, beside {scheduler.max_num_seqs - 1} other sequences; "
-            f"that takes max_num_batched_tokens of at least {least}, got {offered}; raise it, "
+            f"prefill_block={block} reads {what} in one step, beside {others} other sequences; that takes "
+            f"max_num_batched_tokens of at least {size + others}, got {_room(scheduler) + others}; raise it, "
             "or lower prefill_block or max_num_seqs"
         )
+
+
+def _room(scheduler: Any) -> int:
+    """Tokens of a prompt that fit into a step beside one of every other sequence."""
+    offered: int = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    return offered - scheduler.max_num_seqs + 1
 
 
 # What follows from the model.
