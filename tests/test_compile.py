@@ -231,13 +231,13 @@ def asked(model, monkeypatch):
 @pytest.mark.parametrize("name, policy", [("llama", "fastkv"), ("gemma3", "momentkv")])
 def test_generate_captures_its_steps(name, policy, monkeypatch):
     """After some by the model; the same tokens as without, with padding, from a prompt or from a cache."""
-    model, (ids, mask) = build(name), prompt()
+    model, (ids, mask) = build(name), prompt(4, 40, (0, 9, 0, 3))
     found = []
     for static in (False, True):
         fastkv.patch(model, policy, small(), evict_every=EVERY, static=static)
         told = asked(model, monkeypatch) if static else []
         first = generate(model, ids, mask, new=40, eos_token_id=VOCAB, return_dict_in_generate=True)
-        more = torch.cat([mask, torch.ones(3, first.sequences.shape[1] - mask.shape[1], dtype=torch.long)], 1)
+        more = torch.cat([mask, torch.ones(4, first.sequences.shape[1] - mask.shape[1], dtype=torch.long)], 1)
         again = {"past_key_values": first.past_key_values, "eos_token_id": VOCAB}
         found.append((first.sequences, generate(model, first.sequences, more, new=25, **again)))
     assert all(map(torch.equal, *found))

@@ -656,7 +656,7 @@ def remember(
         _join_blocks(new, index, gone, parts, known, where, min(most, num))
         return
     rows = working_rows(parts.num, most)
-    tile = Tile.of(heads, dim, value_dim, pow2(triton.cdiv(parts.num + most, 2), 64), most)
+    tile = Tile.of(heads, dim, value_dim, pow2(triton.cdiv(parts.num + most, 2), 32), most)
     room = torch.empty(batch * heads * room_size(rows, dim, value_dim), dtype=torch.float32, device=keys.device)
     _few_kernel[(batch * heads,)](
         *new, Leaving(positions, valid.view(torch.uint8), kept.view(torch.uint8)), *positions.stride()[:2], known, room,

@@ -6,9 +6,12 @@ host, and one is captured in less than a second; torch.compile needs more than a
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
+from functools import cache as remembered
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -21,6 +24,7 @@ from ...errors import FastKVError
 from .cache import FastKVCache
 from .stock import CACHE
 
+CAPTURES = threading.Lock()  # torch makes one capture at a time
 WARM_UP = 3  # steps before a capture, in which kernels are compiled and chosen
 
 
@@ -59,6 +63,12 @@ def capture_decode(model: Module, cache: FastKVCache, batch_size: int) -> Decode
             "length that they are for, or read a prompt first"
         )
     return DecodeStep(model, cache, batch_size)
+
+
+@remembered
+def _side(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures: cuBLAS keeps room for each stream that it has met."""
+    return torch.cuda.Stream(device)
 
 
 class DecodeStep:
@@ -131,8 +141,8 @@ class DecodeStep:
         if self.tokens.device.type != "cuda":
             return self._run
         clock, graph = self.cache.workspace.clock, torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.tokens.device):  # of the model, which need not be the current one
-            side = torch.cuda.Stream()
+        side = _side(self.tokens.device)
+        with CAPTURES, torch.cuda.device(side.device):  # of the model, which need not be the current one
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(WARM_UP):
@@ -142,7 +152,8 @@ class DecodeStep:
                 self._restore()
             torch.cuda.current_stream().wait_stream(side)
             clock.now = link
-            with torch.cuda.graph(graph, stream=side):
+            # The outer block leaves the stream also if a capture fails, which torch's own does not.
+            with torch.cuda.stream(side), torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 logits = self._run()
 
         def replay() -> Tensor:
@@ -155,6 +166,8 @@ class DecodeStep:
         """As before the first step."""
         for tensor, was in self.saved:
             tensor.copy_(was)
+        for layer in self.cache.compressed:
+            layer.awaited = False  # of a step that failed
         self.cache.workspace.clock.now = self.start
 
     def _place(self) -> list[tuple[int, int]]:
@@ -168,18 +181,24 @@ class DecodeStep:
 
 
 EAGER = 16  # steps of a text before its cache is captured, which takes about as long
-# What `generate` gives a decode step that is nothing but its tokens; others may be there, but say nothing.
-PLAIN = {"input_ids", "position_ids", "use_cache", "return_dict", "logits_to_keep", "cache_position", CACHE}
+# What `generate` gives a decode step that is nothing but its tokens, of whatever type; others may be there, but empty.
+PLAIN = {
+    *("input_ids", "position_ids", "cache_position", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"),
+    *("use_cache", "return_dict", "logits_to_keep", CACHE),
+}
+
+
+NOT_CAPTURED: WeakSet[Any] = WeakSet()  # models whose steps cannot be
 
 
 def call_for_generate(self: Any, compile_config: Any) -> Callable[..., Any]:
     """`generate` asks for the call of a text's decode steps here where its cache holds still on a GPU.
 
-    Stock models compile it. One with a compressed cache captures it, unless the caller says how to compile, or other
-    processes hold a part of each layer.
+    Stock models compile it. One with a compressed cache captures it, unless the caller says how to compile, other
+    processes hold a part of each layer, or a capture has failed before.
     """
     if compile_config is None and Parallel.of(self).size == 1:
-        return GeneratedSteps(self)
+        return self.__call__ if self in NOT_CAPTURED else GeneratedSteps(self)
     stock: Callable[..., Any] = type(self).get_compiled_call(self, compile_config)
     return stock
 
@@ -198,10 +217,10 @@ class GeneratedSteps:
 
     def __call__(self, **given: Any) -> Any:
         """What the model's own forward returns, of a captured step the logits and the cache."""
-        if self.step is not None and self.step.moved:  # beams that were chosen, for example
+        if self.step is not None and (self.step.cache is not given.get(CACHE) or self.step.moved):
             self.step, self.eager = None, 0
         captures = self.step is not None or self.eager == EAGER
-        if not _is_plain(given) or not captures or not self._ready(given):
+        if not captures or not _is_plain(given) or not self._ready(given):
             self.eager += 0 <= self.eager < EAGER
             return self.model(**given)
         assert self.step is not None
@@ -209,17 +228,20 @@ class GeneratedSteps:
 
     def _ready(self, given: dict[str, Any]) -> bool:
         """Whether there is a captured step, which is captured now if it can be."""
-        cache, tokens = given[CACHE], given["input_ids"]
+        cache, tokens, positions = given[CACHE], given["input_ids"], given.get("position_ids")
         if self.step is not None:
             return len(tokens) == len(self.step.tokens)
-        positions = given.get("position_ids")
-        if positions is not None and not torch.equal(positions, cache.next_positions(1, None).expand_as(positions)):
-            self.eager = -1  # numbered by somebody else
-            return False
         try:
+            own = cache.next_positions(1, None)
+            if positions is not None and positions.ndim == 3:
+                positions = positions[-3:]  # what is before them numbers the text
+            if positions is not None and bool((positions != own).any()):
+                raise FastKVError("tokens have positions of their own")
             self.step = capture_decode(self.model, cache, len(tokens))
-        except RuntimeError as error:
+        except Exception as error:  # whatever it is, the model can do without
             self.eager = -1
+            if not isinstance(error, (torch.OutOfMemoryError, FastKVError)):
+                NOT_CAPTURED.add(self.model)
             reason = str(error).partition("\n")[0]
             warnings.warn(f"fastkv: decode steps are not captured, which is slower: {reason}", stacklevel=3)
         return self.step is not None

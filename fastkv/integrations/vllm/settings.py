@@ -49,7 +49,7 @@ SMALL = {  # what a model can be made without while its heads stay as wide as th
     "num_experts_per_tok": 1,
     "pad_token_id": None,
 }
-LEAST_BLOCK = 64  # tokens of a prompt that "auto" takes a step to have room for
+LEAST_BLOCK = 64  # tokens: what "auto" takes a step to have room for, and rounds down to
 Kind = str | int | None  # of a request: its class, tokens that it keeps, None for the server's own settings
 
 
@@ -77,7 +77,7 @@ def config_of(vllm_config: Any, kind: Kind = None) -> Config:
         chosen |= chosen["classes"][kind]
     if chosen["prefill_block"] == "auto":
         size = block_tokens(torch.device(vllm_config.device_config.device_type))
-        chosen["prefill_block"] = min(size, max(_room(vllm_config.scheduler_config), LEAST_BLOCK))
+        chosen["prefill_block"] = min(size, max(_room(vllm_config.scheduler_config) // LEAST_BLOCK, 1) * LEAST_BLOCK)
     policy, budget = chosen["policy"], chosen["budget"]
     if isinstance(policy, dict):
         chosen["policy"] = get(**{"name": "", **policy})
