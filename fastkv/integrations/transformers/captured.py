@@ -22,6 +22,7 @@ from ...backend import Parallel
 from ...cache import Tick
 from ...errors import FastKVError
 from .cache import FastKVCache
+from .selfcheck import FAILURES
 from .stock import CACHE
 
 CAPTURES = threading.Lock()  # torch makes one capture at a time
@@ -238,7 +239,7 @@ class GeneratedSteps:
             if positions is not None and bool((positions != own).any()):
                 raise FastKVError("tokens have positions of their own")
             self.step = capture_decode(self.model, cache, len(tokens))
-        except Exception as error:  # whatever it is, the model can do without
+        except (FastKVError, *FAILURES) as error:  # the model can do without
             self.eager = -1
             if not isinstance(error, (torch.OutOfMemoryError, FastKVError)):
                 NOT_CAPTURED.add(self.model)
