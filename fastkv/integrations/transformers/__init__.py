@@ -309,6 +309,7 @@ def attach(model: Module, found: list[Module], config: Config) -> None:
         _override(model, "create_masks_for_generate", forward.masks_for_generate)
         _override(model, "_update_model_kwargs_for_generation", forward.update_kwargs)
         _override(model, "get_compiled_call", captured.call_for_generate)
+        captured.NOT_CAPTURED.discard(model)
         if hasattr(base, "rope_deltas"):
             _override(model, "_prepare_position_ids_for_generation", forward.positions_for_generate)
     for name in ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"):
