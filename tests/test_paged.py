@@ -15,6 +15,7 @@ from fastkv.config import Config
 from .launches import Operators, recorded
 from .models import raises
 from .pairwise import covering, named
+from .states import splits
 
 HQ, HKV, DIM, BLOCK, EVERY = 4, 2, 32, 8, 3
 SCALE, PAGES, SEQUENCES = 0.3, 5, 3
@@ -252,6 +253,7 @@ def test_batches_of_all_sizes_share_scratch_whose_bytes_are_known(policy, correc
     assert max(alone) <= shared.nbytes() < 1.01 * max(alone) < sum(alone) / 20
 
 
+@splits(2)
 def test_what_one_batch_leaves_in_scratch_is_nothing_to_another():
     """Batches of three, one and two sequences decode and evict in the same memory, which was full of garbage."""
     config, plain = config_of(*CASES["triton"]), config_of(*CASES["centroids"])
