@@ -144,6 +144,9 @@ def test_saving_leaves_a_padded_ring_as_it_is(tmp_path):
     longer = torch.cat([mask, mask.new_ones(3, 1)], 1)
     out = model(ids[:, :1], attention_mask=longer, past_key_values=loaded, position_ids=torch.full((3, 1), 50))
     assert torch.equal(out.logits, want[:, :1])
+    loaded.compressed[0].cache.anew = True  # as where its heads had other shares
+    raises("heads of a loaded cache get other slots at its next eviction", fastkv.capture_decode, model, loaded, 3)
+    loaded.compressed[0].cache.anew = False
     fastkv.capture_decode(model, loaded, 3)
 
 

@@ -56,6 +56,11 @@ def capture_decode(model: Module, cache: FastKVCache, batch_size: int) -> Decode
             "the sliding windows of a loaded cache do not know its padding, got no step since; run the model for one "
             "token with its attention_mask first"
         )
+    if any(layer.cache.anew for layer in cache.compressed):
+        raise FastKVError(
+            "the heads of a loaded cache get other slots at its next eviction, got none since; run the model for "
+            f"{config.evict_every} tokens first"
+        )
     if not first.cache.started and (config.budget.follows_prompt or config.deferred):
         raise FastKVError("the size of this cache depends on its prompt, got an empty cache; read the prompt first")
     if not first.cache.started and config.budget.shared is not None and config.budget.context is None:
