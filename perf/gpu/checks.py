@@ -229,6 +229,7 @@ def logits_of(place: Place, model: Any, ids: Tensor, fed: Tensor, how: str) -> T
             positions.add_(1)
     finally:
         place.cuda.set_sync_debug_mode("default")
+    assert how != "generated" or call.step is not None, "no step was captured"
     return torch.stack(found, 1)
 
 
