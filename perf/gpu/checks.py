@@ -191,7 +191,6 @@ def same(told: str, state: LayerState, other: LayerState, rows: Any = slice(None
     equal(told, *({name: tensor[rows] for name, tensor in one.named_tensors()} for one in (state, other)))
 
 
-# Of the decode step on named heads.
 PER_HEADS: dict[str, Callable[..., None]] = {
     "ticket": check_ticket,
     "graph": partial(check_replays, paged=False),
