@@ -11,8 +11,8 @@ from ..reference import LayerState, Selection, attention_ahead, merge_partials
 from . import compaction, key_only, selection, signals
 from .layout import LayerConfig
 
-# Tokens of a block. On an H200 a layer of an 8B model computes 4,000 of them in 4 ms, which by an estimate from blocks of
-# 1,024 is what the host needs for any block (perf/results/gpu_reading.jsonl).
+# Tokens of a block. On an H200 a layer of an 8B model computes 4,000 of them in 4 ms, which is what the host needs for
+# any block, by an estimate from blocks of 1,024 (perf/results/gpu_reading.jsonl).
 ON_GPU, ELSEWHERE = 4096, 512
 
 
