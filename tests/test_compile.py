@@ -254,13 +254,32 @@ def test_generate_captures_what_is_only_tokens(monkeypatch):
     told, how = asked(model, monkeypatch), {"new": 30, "eos_token_id": VOCAB}
     want = generate(model, ids, mask, **how)
     seen = generate(model, ids, mask, output_hidden_states=True, return_dict_in_generate=True, **how)
-    assert torch.equal(seen.sequences, want) and len(seen.hidden_states) == 30
+    assert torch.equal(seen.sequences, want) and len(seen.hidden_states) == 30 and told[-1].step is None
 
-    def fails(self, link):
-        self._run()
-        raise torch.OutOfMemoryError("no room for a graph")
+    for error, later in (torch.OutOfMemoryError, captured.GeneratedSteps), (RuntimeError, type(model.__call__)):
 
-    monkeypatch.setattr(captured.DecodeStep, "_captured", fails)
-    with pytest.warns(UserWarning, match="decode steps are not captured, which is slower: no room for a graph") as said:
-        assert torch.equal(generate(model, ids, mask, **how), want)
-    assert len(said) == 1 and [steps.step is None for steps in told] == [False, True, True]
+        def fails(self, link, error=error):
+            self._run()
+            raise error("no room for a graph\nand more")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(captured.DecodeStep, "_captured", fails)
+            with pytest.warns(UserWarning, match="not captured, which is slower: no room for a graph$") as said:
+                assert torch.equal(generate(model, ids, mask, **how), want)
+        assert len(said) == 1 and told[-1].step is None
+        assert torch.equal(generate(model, ids, mask, **how), want) and type(told[-1]) is later
+    monkeypatch.undo()
+    fastkv.patch(model, "keydiff", small(), evict_every=EVERY, static=True)  # which may be captured again
+    told = asked(model, monkeypatch)
+    assert torch.equal(generate(model, ids, mask, **how), want) and told[0].step is not None
+
+
+def test_generate_does_not_capture_tokens_at_positions_of_their_own():
+    model, (ids, _) = build(), prompt(2, 30, (0, 0))
+    fastkv.patch(model, "keydiff", small(), evict_every=EVERY, static=True)
+    cache = model(ids).past_key_values
+    steps = captured.GeneratedSteps(model)
+    steps.eager = captured.EAGER
+    with pytest.warns(UserWarning, match="not captured, which is slower: tokens have positions of their own"):
+        steps(input_ids=ids[:, :1], position_ids=torch.full((2, 1), 40), past_key_values=cache, use_cache=True)
+    assert steps.step is None and cache.get_seq_length() == 31

@@ -120,6 +120,10 @@ class DecodeStep:
                 "the cache has moved since this step was captured: its batch changed or its heads traded slots; call "
                 "fastkv.capture_decode again"
             )
+        return self.advance(tokens)
+
+    def advance(self, tokens: Tensor) -> Tensor:
+        """The same for tokens of the right shape and a cache that has not moved."""
         self.tokens.copy_(tokens)
         clock = self.cache.workspace.clock
         following = clock.now.next
@@ -176,11 +180,11 @@ class DecodeStep:
             layer.awaited = False  # of a step that failed
         self.cache.workspace.clock.now = self.start
 
-    def _place(self) -> list[tuple[int, int]]:
-        """Where slots and offsets of positions are, and how many slots a head may have: what was captured."""
+    def _place(self) -> list[tuple[int, int, int]]:
+        """Where slots and offsets of positions are, of how many sequences and slots of a head: what was captured."""
         states, deltas = [layer.state for layer in self.cache.compressed], self.cache.rope_deltas
-        slots = [(state.exact.keys.data_ptr(), state.exact.limit) for state in states if state is not None]
-        return slots if deltas is None else [*slots, (deltas.data_ptr(), len(deltas))]
+        place = [(one.exact.keys.data_ptr(), one.exact.limit, len(one.seen)) for one in states if one is not None]
+        return place if deltas is None else [*place, (deltas.data_ptr(), len(deltas), 0)]
 
 
 # `generate`.
@@ -216,25 +220,25 @@ class GeneratedSteps:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.eager = 0  # steps so far, -1 if all are
+        self.eager = 0  # steps by the model since its cache is where it is
         self.step: DecodeStep | None = None
+        self.captures = True  # until a capture fails
 
     def __call__(self, **given: Any) -> Any:
         """What the model's own forward returns, of a captured step the logits and the cache."""
         if self.step is not None and (self.step.cache is not given.get(CACHE) or self.step.moved):
             self.step, self.eager = None, 0
-        captures = self.step is not None or self.eager == EAGER
-        if not captures or not _is_plain(given) or not self._ready(given):
-            self.eager += 0 <= self.eager < EAGER
-            return self.model(**given)
-        assert self.step is not None
-        return CausalLMOutputWithPast(logits=self.step(given["input_ids"])[:, None], past_key_values=given[CACHE])
+        if self.captures and _is_plain(given):
+            if self.step is None and self.eager >= EAGER:
+                self._capture(given[CACHE], given["input_ids"], given.get("position_ids"))
+            if self.step is not None:
+                logits = self.step.advance(given["input_ids"])[:, None]
+                return CausalLMOutputWithPast(logits=logits, past_key_values=given[CACHE])
+        self.eager += 1
+        return self.model(**given)
 
-    def _ready(self, given: dict[str, Any]) -> bool:
-        """Whether there is a captured step, which is captured now if it can be."""
-        cache, tokens, positions = given[CACHE], given["input_ids"], given.get("position_ids")
-        if self.step is not None:
-            return len(tokens) == len(self.step.tokens)
+    def _capture(self, cache: FastKVCache, tokens: Tensor, positions: Tensor | None) -> None:
+        """Capture a step for tokens like these, at positions like these, if that can be."""
         try:
             own = cache.next_positions(1, None)
             if positions is not None and positions.ndim == 3:
@@ -243,12 +247,11 @@ class GeneratedSteps:
                 raise FastKVError("tokens have positions of their own")
             self.step = capture_decode(self.model, cache, len(tokens))
         except (FastKVError, *FAILURES) as error:  # the model can do without
-            self.eager = -1
+            self.captures = False
             if not isinstance(error, (torch.OutOfMemoryError, FastKVError)):
                 NOT_CAPTURED.add(self.model)
             reason = str(error).partition("\n")[0]
-            warnings.warn(f"fastkv: decode steps are not captured, which is slower: {reason}", stacklevel=3)
-        return self.step is not None
+            warnings.warn(f"fastkv: decode steps are not captured, which is slower: {reason}", stacklevel=4)
 
 
 def _is_plain(given: dict[str, Any]) -> bool:
