@@ -334,6 +334,10 @@ class FastKVAttention(Module):
                 self._buffers[name] = fn(tensor.view(whole)).view(tensor.dtype)
             else:
                 self._buffers[name] = fn(tensor)
+        slope = self._buffers.get("moments_slope")
+        if slope is not None and slope.itemsize != 2:  # kernels take one of other sizes for the moments themselves
+            del self._buffers["moments_slope"]
+            self.moments().slope = None
         self.cache.workspace = self.cache.workspace.twin()
         if self.state is not None and self.state.exact.decodes_to is not None:
             self.state.exact.decodes_to = fn(torch.empty(0, dtype=self.state.exact.decodes_to)).dtype

@@ -262,6 +262,17 @@ def test_a_change_of_dtype_keeps_statistics():
     assert module.to("meta").moments().cross.is_meta
 
 
+def test_kernels_read_the_moments_after_a_change_of_dtype():
+    half = tokens(44, dtype=torch.bfloat16)
+    module, other = (fresh("keydiff", correction="moments", backend=backend) for backend in ("triton", "reference"))
+    for one in (module, other):
+        one(*half)
+        one.float()
+    other.load_state_dict(module.state_dict())
+    step = tokens(1)
+    torch.testing.assert_close(module(*step), other(*step), atol=1e-4, rtol=1e-4)
+
+
 def test_a_projection_of_the_model_stays_the_models():
     model = torch.nn.ModuleDict({"attention": None, "proj": torch.nn.Linear(HQ * D, 24, bias=False)})
     model["attention"] = fresh("criticalkv", output=model["proj"].weight)

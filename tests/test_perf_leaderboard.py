@@ -27,11 +27,6 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return toy.load()
-
-
 def rows(seeds, asked=10, **other):
     told = {"torch": "2", "transformers": "5", "commit": "abc", "cpu": "a cpu"}
     for seed in range(seeds):
@@ -71,8 +66,8 @@ def test_a_text_that_is_not_finished_does_not_count(place):
     assert page.complete(rows_of(place / "later_2048.jsonl"), TABLE, 0.25) == {0, 1, 2}
 
 
-def test_cells_are_measured_once_and_go_on(place, loaded, capsys):
-    model, tokenizer = loaded
+def test_cells_are_measured_once_and_go_on(place, bundled, capsys):
+    model, tokenizer = bundled
     leaderboard.run(["later_2048"], model, tokenizer, range(1), TABLE.keeps, {})
     file = place / "later_2048.jsonl"
     first = file.read_text().splitlines()
@@ -106,8 +101,8 @@ def short(monkeypatch):
     monkeypatch.setattr(onward, "PARTS", {"1 to 10": slice(0, 10), "11 to 40": slice(10, 40)})
 
 
-def test_text_that_goes_on_is_the_full_caches_if_nothing_is_evicted(loaded, short, monkeypatch):
-    model, tokenizer = loaded
+def test_text_that_goes_on_is_the_full_caches_if_nothing_is_evicted(bundled, short, monkeypatch):
+    model, tokenizer = bundled
     text = onward.read(model, tokenizer, 200, seed=0)
     assert text.ids.shape == (len(onward.SOURCES), 240) and text.hidden.shape[1] == 40
     with monkeypatch.context() as room:
@@ -120,8 +115,8 @@ def test_text_that_goes_on_is_the_full_caches_if_nothing_is_evicted(loaded, shor
     assert small["nbytes"] < whole["nbytes"] and sum(map(sum, small["kl"].values())) > 1e-3
 
 
-def test_text_that_goes_on_is_read_only_by_policies_that_are_missing(place, loaded, short, monkeypatch):
-    model, tokenizer = loaded
+def test_text_that_goes_on_is_read_only_by_policies_that_are_missing(place, bundled, short, monkeypatch):
+    model, tokenizer = bundled
     settings = {"heads": "uniform", "slots": "model"}
     names = ("keydiff", "streaming")
     table = leaderboard.Table("Onward", names, (0.5,), 1, 200, settings, question="none")
@@ -162,7 +157,7 @@ def test_another_model(place, monkeypatch, capsys):
     assert f"## {toy.MODEL_DIR.name}\n" not in page.PAGE.read_text()
 
 
-def test_a_base_model_is_asked_to_end_a_sentence(loaded):
-    for one in facts.sample(loaded[1], 700, 0).questions:
+def test_a_base_model_is_asked_to_end_a_sentence(bundled):
+    for one in facts.sample(bundled[1], 700, 0).questions:
         asked = another.to_end(lambda text, **_: {"input_ids": text}, one).ids
         assert one.fact.startswith(asked.strip()) and one.fact.removeprefix(asked.strip())[1:].startswith(one.answer)

@@ -16,12 +16,6 @@ from . import toy
 MEASURED = [one for one in command.ROWS if one.measure]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
 @pytest.fixture(scope="module")
 def bench():
     """A model of a few layers whose every answer counts: what it says means nothing."""

@@ -66,29 +66,19 @@ REFUSED = {
     ],
 }
 DEFAULTS = {
-    "snapkv": {"window": 32, "pool": 7},
-    "criticalkv": {"epsilon": 1e-4, "first": 0.5},
-    "fastkv": {"horizon": 512},
-    "fastkv-reread": {"horizon": 512},
-    "leverage": {"sketch": 64, "method": "cholesky"},
-    "noncausal": {"chunk": 256, "pool": 3, "scaled": False},
-    "momentkv": {"window": 32, "chunk": 4, "rounds": 1, "informed": True},
-    "keydiff": {"anchor": "mean", "distance": "cosine", "sliding_window": 0.0},
-    "attention-matching": {"chunk": 2048},
-    "manifold": {"window": None},
-    "manifold-windowed": {"window": 4096},
+    "snapkv": {"window": 32, "pool": 7}, "criticalkv": {"epsilon": 1e-4, "first": 0.5}, "lagkv": {"lag": 128},
+    "leverage": {"sketch": 64, "method": "cholesky"}, "noncausal": {"chunk": 256, "pool": 3, "scaled": False},
+    "momentkv": {"window": 32, "chunk": 4, "rounds": 1, "informed": True}, "attention-matching": {"chunk": 2048},
+    "keydiff": {"anchor": "mean", "distance": "cosine", "sliding_window": 0.0}, "triattention": {"horizon": 65536},
+    "manifold": {"window": None}, "manifold-windowed": {"window": 4096}, "duoattention": {"adaptive": False},
     "compactor": {
         "blend": 0.3, "sketch": 64, "chunk": 256, "pool": 3, "scaled": False, "values_first": True, "centred": False,
     },
-    "lagkv": {"lag": 128},
-    "rkv": {"window": 8, "pool": 7, "weight": 0.1, "threshold": 0.5},
+    "rkv": {"window": 8, "pool": 7, "weight": 0.1, "threshold": 0.5}, "tova": {"observation": 1, "adaptive": False},
     "expected-attention": {"horizon": 512, "sinks": 4, "epsilon": 0.01},
-    "triattention": {"horizon": 65536},
     "kvzip": {"chunk": 2048, "second_reading": policies.SecondReading(2048)},
     "h2o": {"observation": None, "shares": policies.Shares(recent=0.5)},
-    "tova": {"observation": 1, "adaptive": False},
     "pyramidkv": {"observation": 32, "shares": policies.Shares(layers="pyramid")},
-    "duoattention": {"adaptive": False},
 }  # fmt: skip
 
 
