@@ -112,7 +112,7 @@ def brute_head(policy, signals, b, h, index):
         return torch.stack([-sum(x * x for x in k).sqrt() for k in keys])
     if isinstance(policy, Manifold):
         return brute_manifold(keys, policy.window or len(index), policy.metric)
-    if isinstance(policy, Leverage):
+    if not isinstance(policy, NonCausal):
         return brute_leverage(keys, signals.positions[b, h, index].double(), policy)
     mass = brute_noncausal(policy, signals, b, h, index)
     if not isinstance(policy, Compactor):

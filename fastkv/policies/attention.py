@@ -144,7 +144,7 @@ ROWS = 256  # keys compared with all others at once
 
 
 @dataclass(frozen=True)
-class RKV(Policy):
+class RKV(SnapKV):
     """score_i = weight a_i - (1 - weight) softmax_i(mean_j s_ji), a the attention, s_ji = cos(k_j, k_i) the redundancy.
 
     Source: R-KV, Cai et al. 2025, arXiv:2505.24133, Sec. 3. Attention is that of the last `window` queries, and of a
@@ -161,26 +161,18 @@ class RKV(Policy):
     """
 
     name = "rkv"
-    needs = frozenset({"attention"})
 
     window: int = 8
-    pool: int = 7
     weight: float = 0.1
     threshold: float = 0.5
 
     def __post_init__(self) -> None:
-        check_at_least(self, window=1, pool=1)
-        check_pool(self.pool)
+        super().__post_init__()
         if not 0 <= self.weight <= 1 or not math.isfinite(self.threshold):
             raise FastKVError(
                 f"rkv: weight must be in [0, 1] and threshold finite, got {self.weight!r} and {self.threshold!r}; the "
                 "paper's code uses 0.1 and 0.5"
             )
-
-    @property
-    def observation(self) -> int:
-        """The window."""
-        return self.window
 
     def score(self, signals: Signals) -> Tensor:
         """Attention less redundancy, [B, Hkv, N] fp32."""

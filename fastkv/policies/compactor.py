@@ -128,7 +128,7 @@ class Leverage(Policy):
 
 
 @dataclass(frozen=True)
-class Compactor(NonCausal):
+class Compactor(NonCausal, Leverage):
     """score = z(a) + blend z(o): a the non-causal attention of `NonCausal`, o the leverage of `Leverage`.
 
     Source: Compactor, Chari and Van Durme 2025, arXiv:2507.08143, Sec. 3.4, Eq. 6. Each z is over the cached tokens of
@@ -147,30 +147,18 @@ class Compactor(NonCausal):
     """
 
     name = "compactor"
-    needs = frozenset({"queries", "memory", "pre_rope"})
+    needs = NonCausal.needs | Leverage.needs
 
     blend: float = 0.3
-    sketch: int | None = 64
-    method: str = "cholesky"
-    seed: int = 0
-    centred: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        NonCausal.__post_init__(self)
+        Leverage.__post_init__(self)
         if not 0 <= self.blend < math.inf:
             raise FastKVError(f"compactor: blend must be a finite weight of at least 0, got {self.blend!r}; try 0.3")
-        self._leverage()
-
-    @property
-    def waits(self) -> bool:  # type: ignore[override]
-        """As the leverage does."""
-        return self._leverage().waits
-
-    def _leverage(self) -> Leverage:
-        return Leverage(self.sketch, self.method, self.seed, self.centred)
 
     def score(self, signals: Signals) -> Tensor:
         """Blend of the two z-scores."""
-        attention, leverage = super().score(signals), self._leverage().score(signals)
+        attention, leverage = NonCausal.score(self, signals), Leverage.score(self, signals)
         both = ops.z_scores(torch.stack([attention, leverage]), signals.valid, backend=signals.layer.backend)
         return both[0] + self.blend * both[1]

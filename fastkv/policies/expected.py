@@ -53,16 +53,12 @@ class ExpectedAttention(Policy):
         assert signals.memory is not None
         if signals.queries is None:
             return signals.memory
-        layer, tokens, ahead = signals.layer, (signals.keys, signals.values), self.ahead(signals)
-        rest = layer.scale, self.epsilon, signals.memory
-        return ops.expected_attention(*tokens, *ahead, *rest, valid=signals.valid, backend=layer.backend)
-
-    def ahead(self, signals: Signals) -> tuple[Tensor, Tensor, Tensor]:
-        """`ops.queries_ahead` of the block's queries."""
         layer, rotary = signals.layer, signals.layer.rotary
-        assert signals.queries is not None and rotary is not None
+        assert rotary is not None
         block = signals.queries, signals.positions, signals.valid
-        return ops.queries_ahead(*block, rotary, self.horizon, self.sinks, backend=layer.backend)
+        ahead = ops.queries_ahead(*block, rotary, self.horizon, self.sinks, backend=layer.backend)
+        tokens, rest = (signals.keys, signals.values), (layer.scale, self.epsilon, signals.memory)
+        return ops.expected_attention(*tokens, *ahead, *rest, valid=signals.valid, backend=layer.backend)
 
     def score(self, signals: Signals) -> Tensor:
         """What is remembered; of generated tokens, the mean of the head's others."""

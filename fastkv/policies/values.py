@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import FastKVError
-from ..reference import Moments
 from .base import MomentUse, Policy, Signals, check_at_least
 
 
@@ -76,18 +75,15 @@ class MomentKV(Policy):
     def score(self, signals: Signals) -> Tensor:
         """Window attention times the moment residual, averaged over chunks while the prompt is read; [B, Hkv, N]."""
         assert signals.attention is not None
-        scores = self._informed(signals) if self.informed else signals.attention
+        scores, backend = signals.attention, signals.layer.backend
+        if self.informed:
+            evicted = signals.moments.upto(self.residual_order)
+            assert evicted is not None
+            known = signals.keys, signals.values, evicted, signals.layer.scale
+            scores = ops.moment_scores(scores, *known, backend=backend)
         if signals.decoding:
             return scores
-        known = scores, self.chunk, signals.positions, signals.valid
-        return ops.chunk_mean(*known, backend=signals.layer.backend)
-
-    def _informed(self, signals: Signals) -> Tensor:
-        moments = signals.moments
-        if self.residual_order == 0:
-            moments = Moments(moments.count, moments.key_mean, moments.value_mean)
-        state = signals.keys, signals.values, moments, signals.layer.scale
-        return ops.moment_scores(signals.attention, *state, backend=signals.layer.backend)
+        return ops.chunk_mean(scores, self.chunk, signals.positions, signals.valid, backend=backend)
 
 
 def _of_base(name: str) -> Any:

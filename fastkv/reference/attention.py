@@ -38,16 +38,16 @@ def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def grouped_logits(q: Tensor, keys: Tensor, scale: float, softcap: float | None = None) -> Tensor:
-    """Logits of the query heads of each group, [B, Hkv, G, T, N], for q [B, Hq, T, D] and keys [B, Hkv, N, D]."""
+def grouped_logits(
+    q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Logits of the query heads of each group, [B, Hkv, G, T, N], for q [B, Hq, T, D] and keys [B, Hkv, N, D], and the
+    addends [B, Hkv, N] of the keys.
+    """
     (batch, num_heads, num, dim), heads, dtype = q.shape, keys.shape[1], compute_dtype(q)
     groups = check_groups("grouped_logits", num_heads, heads)
     logits = (q.to(dtype).reshape(batch, heads, groups * num, dim) * scale) @ keys.to(dtype).transpose(-1, -2)
-    return softcapped(logits, softcap).view(batch, heads, groups, num, -1)
-
-
-def biased(logits: Tensor, bias: Tensor | None) -> Tensor:
-    """Logits [B, Hkv, G, T, N] with the addends [B, Hkv, N] of their keys, None for none."""
+    logits = softcapped(logits, softcap).view(batch, heads, groups, num, -1)
     return logits if bias is None else logits + bias[:, :, None, None].to(logits.dtype)
 
 
@@ -88,7 +88,7 @@ def _attend(
 
     Returns: out [B, Hq, T, Dv], lse [B, Hq, T], probabilities [B, Hkv, G, T, N].
     """
-    probs, lse = masked_softmax(biased(grouped_logits(q, keys, scale, softcap), bias), visible)
+    probs, lse = masked_softmax(grouped_logits(q, keys, scale, softcap, bias), visible)
     out = probs.flatten(2, 3) @ values
     return out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3]), probs
 

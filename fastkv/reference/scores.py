@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..errors import FastKVError, check_groups, check_shape
 from ..rotary import Rotary
-from .attention import biased, grouped_logits, masked_softmax
+from .attention import grouped_logits, masked_softmax
 from .moments import compute_dtype
 from .selection import in_order
 
@@ -106,7 +106,7 @@ def window_attention(
     dtype = compute_dtype(q)
     if visible is None:
         visible = torch.ones(1, 1, num, length, dtype=torch.bool, device=q.device)
-    probs, lse = masked_softmax(biased(grouped_logits(q, keys, scale, softcap), bias), visible[:, :, None])
+    probs, lse = masked_softmax(grouped_logits(q, keys, scale, softcap, bias), visible[:, :, None])
     if log_mass is not None:
         mass = log_mass.reshape(batch, heads, groups, num).to(dtype)
         probs = probs * torch.sigmoid(lse - mass).nan_to_num(0.0)[..., None]

@@ -47,12 +47,7 @@ def select_each(scores: Tensor, positions: Tensor, valid: Tensor, protected: Ten
 
 
 def best_first(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor) -> Tensor:
-    """Indices of the candidates in the order of `select`."""
-    return places(scores, positions, valid, protected).argsort(dim=-1, stable=True)
-
-
-def places(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor) -> Tensor:
-    """A number for each candidate, int64 [B, Hkv, N], by which they are in the order of `select`, best ones lowest."""
+    """Indices of the candidates in the order of `select`, int64 [B, Hkv, N]."""
     shape = scores.shape
     for name, tensor in (("positions", positions), ("valid", valid), ("protected", protected)):
         check_shape("select", name, tensor, shape)
@@ -62,7 +57,7 @@ def places(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor) 
     bits = scores.view(torch.int32)
     ascending = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     rank = torch.where(valid, torch.where(protected, -(1 << 62), 0), 1 << 62)
-    return rank + torch.sub(positions, ascending, alpha=1 << 30)
+    return (rank + torch.sub(positions, ascending, alpha=1 << 30)).argsort(dim=-1, stable=True)
 
 
 def protected(positions: Tensor, seen: Tensor, sinks: int, recent: int) -> Tensor:

@@ -70,11 +70,11 @@ class RowFormat(SlotFormat):
 
     def width(self, dim: int) -> int:
         """Elements of the codes of a row of `dim` numbers."""
-        return dim
+        return dim // 2 if self.bits == 4 else dim
 
     def dim(self, width: int) -> int:
         """The inverse of `width`."""
-        return width
+        return 2 * width if self.bits == 4 else width
 
     def empty(self, place: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device) -> Stored:
         """Codes and scales for rows [*place, dim] of a model's dtype: all zero, which decodes to zeros."""
@@ -145,14 +145,6 @@ class Grouped(RowFormat):
     """
 
     bits: ClassVar[int] = 4
-
-    def width(self, dim: int) -> int:
-        """Two numbers to a byte."""
-        return dim // 2
-
-    def dim(self, width: int) -> int:
-        """The inverse of `width`."""
-        return 2 * width
 
     def empty(self, place: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device) -> Stored:
         """Zeros: codes and zero points of 0."""
