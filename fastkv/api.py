@@ -171,8 +171,19 @@ def compress(
             "model to None if it has none"
         )
     valid = _valid(attention_mask, layers[0][0])
+    before = vars(model).get("_fastkv_config")
     patch(model, policy, budget, **options)
-    made = FastKVCache(model)
+    try:
+        return _filled(FastKVCache(model), model, layers, valid)
+    except FastKVError:  # a budget that is too small for this text, and the model is as it was
+        engine.detach(model)
+        if before is not None:
+            engine.attach(model, engine.check(model, before), before)
+        raise
+
+
+def _filled(made: FastKVCache, model: Module, layers: list[tuple[Tensor, Tensor]], valid: Tensor) -> FastKVCache:
+    """An empty cache with keys and values [B, Hkv, N, D] of each layer, of the tokens that are `valid` [B, N]."""
     batch, num = valid.shape
     attentions = engine.modules.attentions(model)
     for layer, (k, v) in zip(made.compressed, layers):

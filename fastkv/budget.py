@@ -14,7 +14,7 @@ from os import PathLike
 from pathlib import Path
 
 from .calibration import HeadShares
-from .errors import FastKVError, is_number, is_whole
+from .errors import FINITE, FastKVError, is_number, is_whole
 
 HEADS = ("calibrated", "uniform", "adaptive")
 UNITS = {"tokens": int, "keep": float, "bytes": int, "compress": float, "quality": float}
@@ -139,7 +139,7 @@ class Budget:
                 )
         else:
             weights = tuple(self.layers) if isinstance(self.layers, Iterable) else ()
-            if not weights or not all(is_number(weight) and weight > 0 for weight in weights):
+            if not weights or not all(is_number(weight, 0, FINITE) and weight for weight in weights):
                 raise FastKVError(f"Budget layers must list positive weights, got {self.layers!r}; one per layer")
             object.__setattr__(self, "layers", weights)
         named = isinstance(self.heads, str) and (self.heads in HEADS or self.heads.endswith(".safetensors"))
@@ -174,6 +174,15 @@ class Budget:
     def follows_prompt(self) -> bool:
         """Whether the number of tokens depends on the prompt."""
         return self.keep is not None or self.compress is not None or self.quality is not None
+
+    @property
+    def needs_prompt(self) -> str | None:
+        """What makes the number of slots depend on the prompt, and what to give instead; None for nothing."""
+        if self.follows_prompt:
+            return "a budget that follows the prompt (keep, compress or quality); give tokens or bytes"
+        if self.shared is not None and self.context is None:
+            return "heads that follow the length of the text; give Budget(context=...), the length that they are for"
+        return None
 
     @property
     def in_bytes(self) -> bool:
@@ -239,7 +248,7 @@ class Budget:
             # A short prompt is never compressed below what is protected anyway.
             return max(math.ceil(round(self.keep * context, 6)), self.reserved, 1)
         assert self.in_bytes, "quality becomes keep before a layer is allocated"
-        room = self._room(num_layers, context, cost)
+        room = self.bytes or num_layers * cost.full * context / (self.compress or 1)  # bytes of all layers together
         average = int(cost.tokens(room / num_layers))
         if average < max(self.reserved, 1):
             if self.bytes is None:
@@ -252,10 +261,6 @@ class Budget:
         while self._spent(average, num_layers, context, cost) > room:
             average -= 1  # layers below the least of others pay for more than their share
         return average
-
-    def _room(self, num_layers: int, context: int, cost: LayerCost) -> float:
-        """Bytes of all layers together."""
-        return self.bytes or num_layers * cost.full * context / (self.compress or 1)
 
     def _spent(self, average: int, num_layers: int, context: int, cost: LayerCost) -> float:
         """Bytes of all layers where they keep so many tokens on average; 0 where that cannot exceed the budget."""
@@ -284,6 +289,8 @@ class Budget:
         # Cumulative rounding: the layers' tokens add up to the total exactly.
         tokens = int(base) + round(unit * sum(weights[: index + 1])) - round(unit * sum(weights[:index]))
         if tokens < max(self.reserved, 1):
+            if self.follows_prompt:
+                return max(self.reserved, 1)  # of a short prompt, see `average`
             raise FastKVError(
                 f"Budget layers gives layer {index} only {tokens} tokens, fewer than sinks + recent = {self.reserved}; "
                 "raise tokens, even out the weights, or lower sinks and recent"

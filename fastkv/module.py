@@ -16,7 +16,7 @@ from .backend import autocast_dtype, check_backend
 from .budget import Budget
 from .cache import CacheWorkspace
 from .cache.layer import LayerCache
-from .cache.layout import Attends, LayerPlan
+from .cache.layout import Attends, LayerPlan, Layout
 from .calibration.fits import QueryCalibration, VectorMap
 from .config import BUDGET, EVICT_EVERY, POLICY, WITHOUT_ROTARY, Config, check_shares
 from .corrections import Correction
@@ -116,10 +116,13 @@ class FastKVAttention(Module):
                 f"{NAME}: {what} needs keys as they were before the rotary embedding, got no embedding; pass "
                 "rotary=fastkv.rotary.Rotary(frequencies)"
             )
-        if rotary is not None and rotary.size > self.head_dim:
+        if rotary is not None and not isinstance(rotary, Rotary):
+            raise FastKVError(f"{NAME}: rotary must be a fastkv.rotary.Rotary, got {type(rotary).__name__}; make one")
+        dim = self.head_dim
+        if rotary is not None and (rotary.start not in range(-dim, dim) or rotary.start % dim + rotary.size > dim):
             raise FastKVError(
                 f"{NAME}: the rotary embedding must turn at most {self.head_dim} dimensions of a head, got "
-                f"{rotary.size}; pass a frequency for every two of them"
+                f"{rotary.size} from {rotary.start} on; pass a frequency for every two of them"
             )
         if rotary is not None and config.correction.key_only and not rotary.halves(self.head_dim):
             raise FastKVError(
@@ -185,18 +188,22 @@ class FastKVAttention(Module):
             check_shape(NAME, "mask", mask, (batch, num))
             if mask.is_floating_point():
                 raise FastKVError(f"{NAME}: mask must be bool, false for padding, got {mask.dtype}; pass mask != 0")
-        if self.state is None:
-            return
-        keys, dtype = self.state.exact.keys, self.state.exact.dtype
-        if len(keys) != batch:
+        if not batch or not q.is_floating_point():
             raise FastKVError(
-                f"{NAME} holds {len(keys)} sequences, got {batch}; allocate({batch}) forgets those it has"
+                f"{NAME} needs queries of at least one sequence in floating point, got {batch} of {q.dtype}"
             )
-        if any((one.dtype, one.device) != (dtype, keys.device) for one in (q, k, v)):
-            raise FastKVError(
-                f"{NAME} has buffers of {dtype} on {keys.device}, got tokens of {q.dtype} on {q.device}; move one "
-                "of them with .to(...)"
-            )
+        device, dtype = q.device, q.dtype
+        if self.state is not None:
+            device, dtype, held = self.state.seen.device, self.state.exact.dtype, len(self.state.seen)
+            if held != batch:
+                raise FastKVError(f"{NAME} holds {held} sequences, got {batch}; allocate({batch}) forgets those it has")
+        for one in (q, k, v):
+            if (one.dtype, one.device) != (dtype, device):
+                what = "begins with queries" if self.state is None else "has buffers"
+                raise FastKVError(
+                    f"{NAME} {what} of {dtype} on {device}, got tokens of {one.dtype} on {one.device}; move one of "
+                    "them with .to(...)"
+                )
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One token."""
@@ -228,7 +235,7 @@ class FastKVAttention(Module):
     def _configure(self) -> None:
         """Tell the cache how this layer attends."""
         output, sink_logits = self.borrowed
-        device = self._known().seen.device
+        device = self.cache.held()[0].seen.device
         if output is not None:
             output = output.detach().to(device).unflatten(1, (self.num_heads, self.head_dim))
         if sink_logits is not None:
@@ -256,25 +263,24 @@ class FastKVAttention(Module):
             of which `Budget(keep=...)` is a share.
         Raises: FastKVError if the budget needs the prompt, is too small, or the backend cannot run there.
         """
-        config = self.config
-        if config.budget.follows_prompt and prompt is None:
+        config, follows = self.config, self.config.budget.needs_prompt
+        if follows is not None and prompt is None:
             raise FastKVError(
-                f"{NAME}: the budget follows the first prompt, whose length is not known yet; pass "
+                f"{NAME}: how many slots there are is not known before the first prompt, got {follows}, pass "
                 "allocate(..., prompt=length) or let the first forward allocate"
             )
-        follows = config.budget.shared is not None and config.budget.context is None
-        if follows and prompt is None:
+        if not is_whole(batch_size, 1) or not is_whole(prompt or 0, 0):
             raise FastKVError(
-                f"{NAME}: heads share slots as the length of the text demands, which is not known yet; pass "
-                "allocate(..., prompt=length), give Budget(context=...) or let the first forward allocate"
+                f"{NAME}: allocate needs at least one sequence and whole tokens, got {batch_size!r} and {prompt!r}"
             )
         like = torch.empty(batch_size, self.num_kv_heads, 0, self.head_dim, device=device, dtype=dtype)
         groups = self.num_heads // self.num_kv_heads
         check_backend(config.backend, like.device, like.dtype, self.head_dim, groups, slots=config.slots.name)
+        self.cache.plan.of(like, like, prompt or 0)  # refuses a budget before anything is forgotten
         self._drop()
         self.cache.allocate(self.num_heads, like, like, prompt or 0)
-        self.prompt = prompt or 0 if config.budget.follows_prompt or follows else 0
-        for name, tensor in self._known().named_tensors():
+        self.prompt = 0 if follows is None else prompt or 0
+        for name, tensor in self.cache.held()[0].named_tensors():
             self.register_buffer(name.replace(".", "_"), tensor)
         self._configure()
 
@@ -301,23 +307,17 @@ class FastKVAttention(Module):
 
     def stored(self) -> Tensor:
         """[B, Hkv] int32, number of tokens in the slots of each head."""
-        return self._known().stored
+        return self.cache.held()[0].stored
 
     def moments(self) -> Moments:
         """Moments of the evicted tokens."""
-        return self._known().moments
-
-    def _known(self) -> LayerState:
-        if self.state is None:
-            raise FastKVError(f"{NAME} is empty; run it or call allocate first")
-        return self.state
+        return self.cache.held()[0].moments
 
     # What torch does with a module: move it, save it, load it. Copies need nothing: state and buffers are one.
 
     def _bind(self) -> None:
         """Make the buffers the state's tensors again."""
-        state, rule = self._known(), self.cache.rule
-        assert rule is not None
+        state, rule = self.cache.held()
         for name, _ in list(state.named_tensors()):
             buffer = self._buffers[name.replace(".", "_")]
             assert buffer is not None
@@ -326,7 +326,12 @@ class FastKVAttention(Module):
         self._configure()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FastKVAttention:
-        """`.to(...)` and its like: keys and values follow the model's dtype, statistics stay what they are."""
+        """`.to(...)` and its like: keys and values follow the model's dtype, statistics stay what they are.
+
+        Raises: FastKVError for `.type(...)`, which changes whole numbers, too.
+        """
+        if fn(torch.empty(0, dtype=torch.int32)).dtype != torch.int32:
+            raise FastKVError(f"{NAME} holds positions and counts, which are whole numbers; use .to(dtype)")
         for name, tensor in self.named_buffers():
             if tensor.is_floating_point() and name not in MODEL_TYPED:
                 # Seen as integers, statistics move to another device but no conversion of floats applies to them.
@@ -349,7 +354,7 @@ class FastKVAttention(Module):
         """What the host knows of the state, int64; empty if there is none."""
         if self.state is None:
             return torch.empty(0, dtype=torch.int64, device="cpu")
-        host = [self.prompt, self.length, self.cache.workspace.clock.now.steps, *self._sizes()]
+        host = [self.prompt, self.length, self.cache.workspace.clock.now.steps, *_sizes(self.cache.held()[1].layout)]
         tiers = self.state.tiers.values()
         host += [number for tier in tiers for number in (tier.filled, tier.limit)]
         if not self.config.slots.plain:
@@ -358,7 +363,7 @@ class FastKVAttention(Module):
 
     def set_extra_state(self, host: Tensor) -> None:
         """Take over what `get_extra_state` returned; the buffers have been loaded."""
-        state, numbers = self._known(), host.tolist()
+        (state, _), numbers = self.cache.held(), host.tolist()
         self.prompt, self.length = numbers[:2]
         self.cache.workspace.clock.move_to(numbers[2])
         for tier, filled, limit in zip(state.tiers.values(), numbers[6::2], numbers[7::2]):
@@ -379,12 +384,13 @@ class FastKVAttention(Module):
         if missing:
             raise FastKVError(f"{NAME}: the state holds a sequence but no {prefix}{missing[0]}; load one that is whole")
         keys, batch, prompt = state_dict[prefix + "exact_keys"], len(state_dict[prefix + "seen"]), int(host[0])
-        if self.state is None or (len(self.state.seen), self.prompt) != (batch, prompt):
-            device = keys.device if self.state is None else self.state.seen.device
-            saved = keys.dtype if keys.is_floating_point() else DTYPES[int(host[-1])]  # of the model
-            dtype = saved if self.state is None else self.state.exact.dtype
-            self.allocate(batch, device, dtype, prompt=prompt)
-        own, sizes = self._sizes(), host[3:6].tolist()
+        device = keys.device if self.state is None else self.state.seen.device
+        saved = keys.dtype if keys.is_floating_point() else DTYPES[int(host[-1])]  # of the model
+        dtype = saved if self.state is None else self.state.exact.dtype
+        other = self.state is None or (len(self.state.seen), self.prompt) != (batch, prompt)
+        like = torch.empty(batch, self.num_kv_heads, 0, self.head_dim, device=device, dtype=dtype)
+        layout = self.cache.plan.of(like, like, prompt)[0] if other else self.cache.held()[1].layout
+        own, sizes = _sizes(layout), host[3:6].tolist()
         if own != sizes:
             raise FastKVError(f"{NAME}: {sizes} slots were saved, this module has {own}; give it the same settings")
         # Codes are the only keys that are integers, and what they are is at the end of `host`.
@@ -394,13 +400,24 @@ class FastKVAttention(Module):
                 f"{NAME}: slots={slots!r} were saved, this module has slots={self.config.slots.name!r}; give it the "
                 "same settings"
             )
+        if other:
+            self.allocate(batch, device, dtype, prompt=prompt)
+        self._match_slope(state_dict, prefix + "moments_")
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
-    def _sizes(self) -> list[int]:
-        """Tokens with value, tokens without and spare slots, each in all heads."""
-        rule = self.cache.rule
-        assert rule is not None
-        return [sum(rule.layout.tokens), sum(rule.layout.approx), rule.layout.spare]
+    def _match_slope(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Let a saved state have the half-precision copy of its moments only if this module has: backends differ."""
+        slope, name = self.moments().slope, f"{prefix}slope"
+        if slope is None:
+            state_dict.pop(name, None)
+        elif name not in state_dict:
+            count = state_dict[f"{prefix}count"].clamp(min=1)[..., None, None]
+            state_dict[name] = (state_dict[f"{prefix}cross"] / count).to(slope.dtype)
+
+
+def _sizes(layout: Layout) -> list[int]:
+    """Tokens with value, tokens without and spare slots, each in all heads."""
+    return [sum(layout.tokens), sum(layout.approx), layout.spare]
 
 
 def _check_sizes(num_heads: int, num_kv_heads: int, head_dim: int, layer: int, num_layers: int) -> None:

@@ -27,11 +27,6 @@ class Rotary:
     interleaved: bool = False
     start: int = 0
 
-    @classmethod
-    def still(cls, dim: int, device: torch.device | str = "cpu") -> Rotary:
-        """That of a layer whose keys, of `dim` numbers, are not turned."""
-        return cls(torch.zeros(dim // 2, device=device))
-
     def to(self, device: torch.device) -> Rotary:
         """The same on another device."""
         return self if self.frequencies.device == device else replace(self, frequencies=self.frequencies.to(device))

@@ -19,7 +19,7 @@ from fastkv.kernels import vector_decode
 from fastkv.policies import LayerFacts, Signals
 from fastkv.reference import FORMATS, LayerState, Moments, Slots, Spec, unpack
 
-Workspace, num_programs, PER_SM = launch.Workspace, launch.num_programs, launch.PER_SM
+workspace, num_programs, PER_SM = launch.workspace, launch.num_programs, launch.PER_SM
 BACKENDS = ["reference", "cpu", "triton"]
 GAP = 5  # slots of a slab that no head owns
 OF_ORDER = {None: "none", 0: "mean", 1: "moments"}  # the corrections that read moments of this order

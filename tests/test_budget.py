@@ -38,6 +38,11 @@ def test_a_share_that_floats_cannot_hold_keeps_as_many_tokens(context, tokens):
     assert budget.layer_tokens(0, 1, context, LayerCost(0, 0)) == tokens
 
 
+def test_of_a_short_prompt_every_layer_keeps_what_is_protected():
+    budget = Budget(keep=0.25, layers=[1, 2, 1, 2], heads="uniform")
+    assert [budget.layer_tokens(layer, 4, 10, LayerCost(0, 0)) for layer in range(4)] == [36, 48, 36, 48]
+
+
 @pytest.mark.parametrize("times, slots", [("11.9x", INT8), ("12x", INT4)])
 def test_from_twelve_times_smaller_on_slots_have_four_bits(times, slots):
     assert Config.make("keydiff", times, None, 16, "auto", "auto", None).coded((32,)).slots is slots

@@ -199,8 +199,8 @@ def test_prefill(monkeypatch, slots, dtype, dim, softcap, chip):
     stored = encoded(state, slots)
     form = FORMATS[slots]
     bits, turned = form.values.bits, form.keys.bits == 4
-    case = prefill_attention.Case(pow2(dim), dtype, chip, softcap is not None, 1, bits, turned=turned)
-    if prefill_attention.tile_of(case) is None:  # read as slots of the decoded rows are
+    tile = prefill_attention.tile_of(pow2(dim), dtype, chip, bits, turned, capped=softcap is not None, order=1)
+    if tile is None:  # read as slots of the decoded rows are
         spec, decoded = make_spec(0.125, softcap), {name: stored.exact[name].to(dtype) for name in ("keys", "values")}
         state.exact = replace(state.exact, **decoded)
         found, expected = (prefill_attention.prefill_attention(*block, one, spec) for one in (stored, state))
@@ -214,10 +214,7 @@ def test_prefill(monkeypatch, slots, dtype, dim, softcap, chip):
 def test_codes_are_read_where_compilers_manage(slots, width):
     """Triton before 3.9 stops at a pipeline of what PTX converts for sm_100; rotated queries spill on sm_90."""
     bits, turned = FORMATS[slots].values.bits, FORMATS[slots].keys.bits == 4
-    tiles = {
-        chip: prefill_attention.tile_of(prefill_attention.Case(width, torch.bfloat16, chip, bits=bits, turned=turned))
-        for chip in ("90", "100")
-    }
+    tiles = {chip: prefill_attention.tile_of(width, torch.bfloat16, chip, bits, turned) for chip in ("90", "100")}
     assert tiles["100"] is None or tiles["100"].stages == 1
     assert (tiles["90"] is None) == (width > (64 if turned else 128 if bits == 4 else 512))
 

@@ -25,7 +25,7 @@ from perf.micro.states import filled
 from . import states
 from .models import raises
 from .pairwise import covering
-from .states import PER_SM, Workspace, assert_same, copied, cycled, launched, make_spec, make_state, num_programs
+from .states import PER_SM, assert_same, copied, cycled, launched, make_spec, make_state, num_programs
 
 SLACK = {torch.float32: 1e-6, torch.float16: 2e-4, torch.bfloat16: 8e-3}
 DTYPES = list(SLACK)
@@ -98,7 +98,7 @@ class Case:
     def kernel(self, softcap=None, order=1, append=True, attention=False, workspace=None):
         """The kernel on this state, which it changes."""
         self.collect(attention)
-        self.state.scratch = (workspace or self.workspace()).tensors()
+        self.state.scratch = workspace or self.workspace()
         token = (self.k, self.v) if append else (None, None)
         results = operations.decode_step(self.q, *token, self.state, self.spec(softcap, order))
         self.state.scratch = []
@@ -106,7 +106,7 @@ class Case:
 
     def workspace(self):
         """Scratch full of NaN."""
-        return Workspace.for_state(self.q.shape[1], self.state)
+        return states.workspace(self.q.shape[1], self.state)
 
 
 def assert_close(results, truth, same_dtype, dtype, slack_factor=1, lse_slack=0.0):
@@ -227,7 +227,7 @@ def test_decode_attention_steps_share_a_workspace(split, attention):
     for _ in range(5):
         again = case.copy()
         results = check(case, attention=attention, workspace=workspace)
-        assert (workspace.tickets == 0).all()
+        assert not workspace[3].any()
         for mine, fresh in zip(results, again.kernel(attention=attention)):
             assert (mine is None and fresh is None) or torch.equal(mine, fresh)
         case.k, case.v = case.v.clone(), case.k.clone()
@@ -283,7 +283,7 @@ def check_vector(case, approx_slots, approx_lengths, softcap, order, append):
     case.state.recovery = Recovery(weight, angle.cos(), angle.sin())
     workspace = case.workspace()
     check(case, softcap, order, append, workspace=workspace, slack_factor=3)
-    assert (workspace.tickets == 0).all()
+    assert not workspace[3].any()
 
 
 # What is known of the evicted, or that there are tokens without values.

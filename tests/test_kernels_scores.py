@@ -459,8 +459,6 @@ levers = leverage.sketched_leverage
 @pytest.mark.parametrize(
     "match, kernel, given",
     [
-        (r"use reference\.keydiff_scores", key_scores.keydiff_scores, {"anchor": "median"}),
-        (r"use reference\.keydiff_scores", key_scores.keydiff_scores, {"anchor": "pairwise"}),
         ("metric must be one of", key_scores.manifold_scores, {"metric": "l7"}),
         ("at most 128 columns", levers, {"sketch": torch.ones(128, 256)}),
         ("at most 64 columns for torch.float32 of size 256", levers, {"sketch": torch.ones(256, 65)}),

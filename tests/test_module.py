@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -263,14 +264,21 @@ def test_a_change_of_dtype_keeps_statistics():
 
 
 def test_kernels_read_the_moments_after_a_change_of_dtype():
-    half = tokens(44, dtype=torch.bfloat16)
-    module, other = (fresh("keydiff", correction="moments", backend=backend) for backend in ("triton", "reference"))
-    for one in (module, other):
-        one(*half)
-        one.float()
-    other.load_state_dict(module.state_dict())
-    step = tokens(1)
-    torch.testing.assert_close(module(*step), other(*step), atol=1e-4, rtol=1e-4)
+    made = {backend: partial(fresh, "keydiff", correction="moments", backend=backend) for backend in ("triton", "cpu")}
+    step, half = tokens(1), partial(torch.Tensor.to, dtype=torch.bfloat16)
+    for one, other in ("triton", "cpu"), ("cpu", "triton"):
+        module, again = made[one](), made[other]()
+        module(*map(half, tokens(44)))
+        again.load_state_dict(module.state_dict())
+        torch.testing.assert_close(module(*map(half, step)), again(*map(half, step)), atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(module.float()(*step), again.float()(*step), atol=1e-4, rtol=1e-4)
+
+
+def test_a_module_whose_memory_is_shared_goes_on():
+    module = fresh(evict_every=600)  # and whose copies know when they evict next
+    module(*tokens(44)), module(*tokens(1))
+    twin, step = copy.deepcopy(module), tokens(1)
+    assert torch.equal(module.share_memory()(*step), twin(*step))
 
 
 def test_a_projection_of_the_model_stays_the_models():
@@ -353,31 +361,18 @@ MAKE = {
     "kvzip": (lambda: fresh("kvzip"), "reads the prompt with the whole model"),
     "no rotary": (lambda: fresh("compactor"), "pass rotary="),
     "no rotary for vector": (lambda: fresh(correction="vector", vector=mapping()), "correction='vector' needs keys"),
-    "a rotary beyond the head": (
-        lambda: fresh("leverage", rotary=Rotary(torch.ones(9))),
-        "at most 16 dimensions .* got 18",
-    ),
-    "partial rotary for vector": (
-        lambda: fresh(correction="vector", rotary=Rotary(torch.ones(3)), vector=mapping()),
-        "all 16 dimensions of a head in halves, got another one of 6",
-    ),
+    "a rotary beyond the head": (lambda: fresh("leverage", rotary=Rotary(torch.ones(9))), "at most 16 .* got 18"),
+    "a rotary across the end": (lambda: fresh("leverage", rotary=Rotary(torch.ones(8), start=3)), "got 16 from 3 on"),
+    "another rotary": (lambda: fresh("leverage", rotary="x"), "must be a fastkv.rotary.Rotary, got str"),
+    "partial": (lambda: fresh(correction="vector", rotary=Rotary(torch.ones(3)), vector=mapping()), "other one of 6"),
     "no maps": (lambda: fresh(correction="vector", rotary=rotary()), "got the first only"),
     "maps for nothing": (lambda: fresh(vector=mapping()), "got the second only"),
-    "maps of other layers": (
-        lambda: fresh(correction="vector", rotary=rotary(), vector=mapping(), layer=3),
-        "layer 3 has no map",
-    ),
+    "other maps": (lambda: fresh(correction="vector", rotary=rotary(), vector=mapping(), layer=3), "3 has no map"),
     "no projection": (lambda: fresh("criticalkv"), "pass output=proj.weight"),
     "wrong projection": (lambda: fresh("criticalkv", output=torch.randn(8, 9)), r"output must have shape \[any, 64\]"),
     "no statistics": (lambda: fresh("triattention", rotary=rotary()), "pass queries="),
-    "statistics of other layers": (
-        lambda: fresh("triattention", rotary=rotary(), queries=statistics(), layer=3),
-        "layer 3 has no statistics",
-    ),
-    "wrong statistics": (
-        lambda: FastKVAttention(2, 2, D, "triattention", small(), rotary=rotary(), queries=statistics()),
-        r"queries must have shape \[2, 16\]",
-    ),
+    "others": (lambda: fresh("triattention", rotary=rotary(), queries=statistics(), layer=3), "3 has no statistics"),
+    "few": (lambda: FastKVAttention(2, 2, D, "triattention", rotary=rotary(), queries=statistics()), r"ape \[2, 16\]"),
     "heads that do not divide": (lambda: FastKVAttention(4, 3, D), "multiple of the number of KV heads"),
     "no head_dim": (lambda: FastKVAttention(4, 2, 0), "head_dim must be a whole number of at least 1"),
     "a layer too many": (lambda: fresh(layer=2, num_layers=2), "from 0 below num_layers = 2, got 2"),
@@ -393,10 +388,15 @@ def test_refused_when_made(case):
 def test_refused_when_called():
     module = fresh()
     raises("is empty; run it", module.stored)
-    raises("follows the first prompt", fresh("keydiff", small(tokens=None, keep=0.5)).allocate, 1)
+    raises("follows the prompt", fresh("keydiff", small(tokens=None, keep=0.5)).allocate, 1)
     raises("give at least", fresh("keydiff", small(tokens=None, bytes=100)), *tokens(9))
     q, k, v = tokens(30)
+    raises("begins with queries of torch.float32 on cpu, got tokens of torch.float16", module, q, k.half(), v)
+    raises("at least one sequence in floating point", module, q.int(), k.int(), v.int())
+    raises("at least one sequence and whole tokens, got 0", module.allocate, 0)
+    assert module.state is None
     module(q, k, v)
+    raises("use .to", module.type, torch.float16)
     calls = {
         r"q must have shape \[any, 4, any, 16\]": (q[:, :3], k, v),
         r"k must have shape \[2, 2, 30, 16\]": (q, k[:, :, :29], v),
@@ -410,7 +410,9 @@ def test_refused_when_called():
     for expected, arguments in calls.items():
         raises(expected, module, *arguments)
     other = fresh("keydiff", small(tokens=21), evict_every=4)
+    other(*tokens(30, 1))
     raises("slots were saved", other.load_state_dict, module.state_dict())
+    assert other.stored().tolist() == [[21, 21]]
 
 
 class Alike(Policy):
@@ -494,6 +496,10 @@ def test_of_tokens_to_come_nothing_is_known_where_some_heads_keep_keys_alone(nam
 def test_numbers_of_attention_are_finite_and_positive():
     for option in ({"scale": float("nan")}, {"scale": 0}, {"softcap": 0.0}, {"softcap": float("inf")}):
         raises("must be a finite number above 0", FastKVAttention, HQ, HKV, D, **option)
+
+
+def test_a_pattern_of_one_layer_is_that_of_any(tmp_path):
+    fresh(one_layer("duoattention", tmp_path), layer=5)(*tokens(30))
 
 
 def test_half_a_state_is_refused():

@@ -8,7 +8,7 @@ import torch
 
 import fastkv
 from fastkv import ops, reference
-from fastkv.ops.operator import flat, restored
+from fastkv.ops.operator import FORMS, flat_state, spec_of, spec_text, state_of
 from fastkv.reference import Centroids, LayerState, Moments, Recovery, Slots
 from fastkv.rotary import Rotary
 from perf.micro.states import filled
@@ -217,7 +217,7 @@ CASES = {  # the name of the operator, and what is special about the case
     "manifold_scores": lambda b: case(randn(B, HKV, C, D), mask=candidates()[1], backend=b),
     "sketch": lambda b: case(randn(B, HKV, C, D), 4, "cholesky", 0),
     "sketched_leverage": lambda b: case(
-        randn(B, HKV, C, D), randn(D, 4, seed=2), "cholesky", candidates()[1], False, b),
+        randn(B, HKV, C, D), randn(D, 4, seed=2), "cholesky", mask=candidates()[1], backend=b),
     "noncausal_attention_mass": lambda b: case(randn(B, HKV * G, C, D), randn(B, HKV, C, D), 0.3, 4, backend=b),
     "noncausal_attention_mass with sinks": lambda b: case(
         randn(B, HKV * G, C, D), randn(B, HKV, C, D), 0.3, 4, sink_logits=randn(HKV * G), backend=b),
@@ -248,7 +248,7 @@ def flattened(name, backend):
     function, (arguments, options) = getattr(ops, operator), CASES[name](backend)
     bound, kinds = inspect.signature(function).bind(*arguments, **options), typing.get_type_hints(function)
     bound.apply_defaults()
-    pieces = [piece for one, given in bound.arguments.items() for piece in flat(kinds[one], given)]
+    pieces = [piece for one, given in bound.arguments.items() for piece in FORMS[kinds[one]].there(given)]
     found = [given for given in bound.arguments.values() if isinstance(given, LayerState)]
     return getattr(torch.ops.fastkv, operator), pieces, found
 
@@ -301,7 +301,7 @@ def test_flat_states_come_back_whole():
     for state in (vector(ragged=True), sunk(layer(parts=3))):
         state.scratch, state.exact.memory = [torch.zeros(3)], torch.zeros(B, HKV, C)
         state.moments.slope, state.exact.filled = torch.zeros(B, HKV, D, D).half(), 9
-        back = restored(LayerState, flat(LayerState, state))
+        back = state_of(*flat_state(state))
         assert dict(back.named_tensors()).keys() == dict(state.named_tensors()).keys()
         assert all(one is other for (_, one), (_, other) in zip(back.named_tensors(), state.named_tensors()))
         assert back.scratch == state.scratch
@@ -311,7 +311,7 @@ def test_flat_states_come_back_whole():
         assert (back.sink_logits is None) == (state.sink_logits is None)
     assert torch.equal(back.sink_logits, state.sink_logits) and not back.sink_logits.requires_grad
     for spec in (make_spec(), make_spec(0.1, 2.5, 1, backend="cpu", tokens=3, spare=4, sinks=5, recent=6)):
-        assert restored(type(spec), flat(type(spec), spec)) == spec
+        assert spec_of(spec_text(spec)) == spec
 
 
 def sorted_slots(state):

@@ -15,7 +15,7 @@ REFUSED = {
         ({"anchr": "mean"}, "no hyper-parameter anchr"),
         ({"anchor": "mode"}, "anchor must be one of"),
         ({"anchor": "pairwise", "distance": "dot"}, "cosine only"),
-        ({"sliding_window": 1.2}, "share in"),
+        *(({"sliding_window": share}, "share in") for share in (1.2, None)),
     ],
     "snapkv": [({"pool": 4}, "odd width")],
     "manifold": [
@@ -32,32 +32,34 @@ REFUSED = {
     "compactor": [
         ({"chunk": 0}, "compactor: chunk must be"),
         ({"sketch": 500}, "at most 128 columns"),
-        ({"blend": -0.1}, "blend must be a finite weight of at least 0"),
-        ({"blend": NAN}, "blend must be a finite weight of at least 0"),
+        *(({"blend": blend}, "blend must be a finite weight of at least 0") for blend in (-0.1, NAN, None)),
+        ({"seed": "a"}, "compactor: seed must be an integer"),
     ],
     "lagkv": [({"lag": 1}, "lagkv: lag must be an integer of at least 2, got 1")],
     "rkv": [
         ({"window": 0}, "rkv: window must be an integer of at least 1"),
         ({"pool": 4}, "odd width"),
-        ({"weight": 1.5}, "weight must be in"),
-        ({"threshold": NAN}, "threshold finite"),
+        *(({"weight": weight}, "weight must be in") for weight in (1.5, "0.1")),
+        *(({"threshold": threshold}, "threshold finite") for threshold in (NAN, None)),
     ],
+    "random": [({"seed": 1.5}, "random: seed must be an integer")],
+    "duoattention": [({"threshold": "a"}, "threshold must be a number")],
     "expected-attention": [
         ({"horizon": 0}, "horizon must be an integer of at least 1"),
-        ({"epsilon": -1.0}, "epsilon must be a finite number of at least 0"),
+        *(({"epsilon": number}, "epsilon must be a finite number of at least 0") for number in (-1.0, "x")),
     ],
     "triattention": [({"horizon": 0.5}, "triattention: horizon must be an integer")],
-    "h2o": [({"recent": recent}, "recent must be a share") for recent in (-0.1, 1.1, NAN)],
+    "h2o": [({"recent": recent}, "recent must be a share") for recent in (-0.1, 1.1, NAN, "x")],
     "kvzip": [
         ({"chunk": 0}, "chunk must be an integer of at least 1, got 0"),
-        ({"prompt": (3, -1)}, "prompt must hold token ids"),
+        *(({"prompt": prompt}, "prompt must hold token ids") for prompt in ((3, -1), 5)),
     ],
     "criticalkv": [
         ({"base": "criticalkv"}, "base must be another policy"),
         ({"base": CriticalKV()}, "base must be another policy"),
         ({"base": "nonsense"}, "unknown policy 'nonsense'"),
         ({"first": 1.5}, "first must be in"),
-        ({"epsilon": 0.0}, "epsilon above 0"),
+        *(({"epsilon": epsilon}, "epsilon above 0") for epsilon in (0.0, math.inf)),
     ],
     "momentkv": [
         ({"residual_order": 2}, "residual_order must be 0 or 1, got 2"),
@@ -105,6 +107,7 @@ def test_criticalkv_passes_on_what_its_base_asks_for():
     assert on_h2o.needs == {"attention", "output", "memory"}
     assert on_h2o.observation is None and on_h2o.shares.recent == 0.25
     assert CriticalKV(base="momentkv").moments.order == 1 and CriticalKV(base="momentkv").observation == 32
+    assert not CriticalKV(base="lagkv").adaptive and CriticalKV().adaptive
     assert CriticalKV(base="random").needs == {"output"} and CriticalKV(base=KVzip()).second_reading
     assert CriticalKV(base=PyramidKV()).shares.layers == "pyramid" and CriticalKV().shares.layers is None
     assert CriticalKV(base="fastkv-reread").needs == {"queries", "memory", "rotary", "output"}

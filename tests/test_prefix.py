@@ -82,6 +82,7 @@ def test_refusals_change_nothing():
         (r"attention_mask must have shape \[1, 60\], .* got list", cache, {"attention_mask": [[1] * 60]}),
         (r"of \(4, 16, 16\), this model of \(2, 16, 16\)", stock(build(num_key_value_heads=4), ids), {}),
         ("smaller than sinks", cache, {"budget": 8}),
+        ("give at least", cache, {"budget": Budget(bytes=100)}),
         (r"Budget\(quality=...\) looks at queries", cache, {"budget": Budget(quality=0.9)}),
     ]
     for message, given, options in wrong:

@@ -19,7 +19,7 @@ from fastkv.cache.pages import ALIGNMENT, PagedBlocks, PagedLayer, PagedRule, Pa
 from fastkv.config import Config
 from fastkv.kernels import operations, slot_signals
 from fastkv.kernels._attention import _home, _page
-from fastkv.ops.operator import flat
+from fastkv.ops.operator import flat_state
 from fastkv.reference import FORMATS, LayerState, Spec
 
 from .models import raises
@@ -213,7 +213,7 @@ def test_pages_that_kernels_cannot_address_are_refused():
 def test_operators_with_rows_pass_opcheck(name):
     operator, pieces, found = flattened(name, "auto")
     placed = in_pages(found[0], [2], 3)
-    old, new = (flat(LayerState, state) for state in (found[0], placed))
+    old, new = (flat_state(state) for state in (found[0], placed))
     start = next(i for i, piece in enumerate(pieces) if isinstance(piece, list) and piece and piece[0] is old[0][0])
     pieces[start : start + len(old)] = new
     torch.library.opcheck(operator.default, tuple(pieces), test_utils=("test_schema", "test_faketensor"))

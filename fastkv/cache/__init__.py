@@ -5,6 +5,7 @@ Here is what the layers of a cache have in common: their clock, the kernels' scr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,19 +46,20 @@ class EvictionClock:
         self.last.next = self.first
         self.now = self.first
 
-    def advance(self) -> None:
-        """One more token is decoded."""
-        self.now = self.now.next
-
-    def restart(self) -> None:
-        """A prompt was read, or nothing was."""
-        self.now = self.first
+    def __reduce__(self) -> tuple[Callable[[int, int], EvictionClock], tuple[int, int]]:
+        return _clock_at, (self.period, self.now.steps)  # link by link, a long ring is more than Python recurses
 
     def move_to(self, steps: int) -> None:
         """As if so many tokens had been decoded since the last prompt or eviction."""
-        self.restart()
+        self.now = self.first
         for _ in range(steps):
-            self.advance()
+            self.now = self.now.next
+
+
+def _clock_at(period: int, steps: int) -> EvictionClock:
+    clock = EvictionClock(period)
+    clock.move_to(steps)
+    return clock
 
 
 FIRST_TABLE = 4096  # positions of the first table of cos and sin

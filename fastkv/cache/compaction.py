@@ -38,7 +38,7 @@ def store(
                 most = min(most, num + max(exact.filled - kept, 0))
         remember(state, signals, selection.kept, max(most, 0), rule)
     if state.approx is not None:
-        _count(state, signals, num)
+        state.seen.add_(signals.valid[:, 0, signals.valid.shape[2] - num :].sum(-1))
         key_only.store(state, signals, selection, rule, full=full)
     else:
         if exact.starts is None:  # counts tokens, keeps what is known of them, and clears sums, too
@@ -60,11 +60,6 @@ def _newest(signals: Signals, num: int) -> tuple[Tensor, Tensor, Tensor]:
     return signals.keys[:, :, new:], signals.values[:, :, new:], signals.positions[:, :, new:]
 
 
-def _count(state: LayerState, signals: Signals, num: int) -> None:
-    """The last `num` candidates are seen from now on."""
-    state.seen.add_(signals.valid[:, 0, signals.valid.shape[2] - num :].sum(-1))
-
-
 def _store_in_slabs(
     state: LayerState, signals: Signals, selection: Selection, num: int, rule: LayerConfig, full: bool, anew: bool
 ) -> None:
@@ -76,7 +71,7 @@ def _store_in_slabs(
         keys = signals.keys.contiguous()  # of a first block they are the engine's, with gaps between heads
         rows = Slots(keys, values, exact.lengths, signals.positions.clone(), value_dim=exact.value_dim)
         block = None
-        _count(state, signals, num)
+        state.seen.add_(signals.valid[:, 0, signals.valid.shape[2] - num :].sum(-1))
     else:  # signals are decoded, and know no bias: what is stored moves as it is
         rows, block = exact.equal(exact.filled, room=num), _newest(signals, num)
     known = None if exact.memory is None else signals.memory

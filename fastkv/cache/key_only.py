@@ -24,13 +24,6 @@ def estimated(keys: Tensor, positions: Tensor, rule: LayerConfig) -> Tensor:
     return predicted_values(rule.rotary.unrotate(keys.float(), positions), rule.weight)
 
 
-def recovered(approx: Slots, exact: Slots, rule: LayerConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, estimated values and positions of the tokens that have no value."""
-    keys, positions = approx["keys"], approx["positions"]
-    assert exact.values is not None
-    return keys, estimated(keys, positions, rule).to(exact.values.dtype), positions
-
-
 def attend(q: Tensor, out: Tensor, lse: Tensor, state: LayerState, rule: LayerConfig) -> Tensor:
     """Add the tokens without values to the attention `out` [B, Hq, T, Dv] with log-sum-exp `lse` [B, Hq, T]."""
     approx = state.approx

@@ -110,10 +110,9 @@ class LayerCache:
         """
         if self.rule is None or not self.follows_text or context <= growth * max(self.context, self.average):
             return False
-        self.context = context
-        shares = self.plan.dealt(self.average, context)
-        heads, parallel = len(self.rule.layout.tokens), self.plan.parallel
-        self.rule = self.rule.keeping(shares[parallel.rank * heads : (parallel.rank + 1) * heads])
+        self.context, plan, heads = context, self.plan, len(self.rule.layout.tokens)
+        shares = self.config.budget.heads_of(plan.place, plan.num_layers, self.average, context)
+        self.rule = self.rule.keeping(shares[plan.parallel.rank * heads : (plan.parallel.rank + 1) * heads])
         self.anew = True
         return True
 
@@ -134,12 +133,12 @@ class LayerCache:
 
     def loaded(self) -> None:
         """Heads are dealt slots anew if those of a state that was loaded are not what its layout gives them."""
-        state, rule = self._held()
+        state, rule = self.held()
         self.anew = rule.layout.shared and not state.exact.dealt(rule.layout.capacities("exact"))
 
     def prepare(self) -> None:
         """Make what follows from where the state lies: scratch, tables and, if static, the promise that it stays."""
-        state, rule = self._held()
+        state, rule = self.held()
         state.scratch = self.workspace.scratch_of(self.num_heads, state, rule.spec)
         self._recover(0)
         if self.static:
@@ -151,20 +150,21 @@ class LayerCache:
 
     def _recover(self, length: int) -> None:
         """Tables of cos and sin for so many positions, for tokens without values."""
-        state, rule = self._held()
+        state, rule = self.held()
         if state.approx is not None:
             assert rule.weight is not None
             table = self.workspace.table(self.config.rotations[self.layer], state.seen.device, length)
             state.recovery = Recovery(rule.weight, *table)
 
-    def _held(self) -> tuple[LayerState, LayerConfig]:
+    def held(self) -> tuple[LayerState, LayerConfig]:
+        """The state and the rule. Raises: FastKVError before there are any."""
         if self.state is None or self.rule is None:
-            raise FastKVError(f"layer {self.layer} is empty; run the model with this cache first")
+            raise FastKVError(f"layer {self.layer} is empty; run it on a prompt first")
         return self.state, self.rule
 
     def configure(self, how: Attends) -> LayerConfig:
         """How the layer attends from now on."""
-        state, rule = self._held()
+        state, rule = self.held()
         state.sink_logits = how.sink_logits
         spec = rule.spec
         if spec.scale != how.scale or spec.softcap != how.softcap or rule.output is not how.output:
@@ -183,7 +183,7 @@ class LayerCache:
         """
         self._expect_sharers()
         self.accept()
-        state, rule = self._held()
+        state, rule = self.held()
         k, v = without_padding(k, valid), without_padding(v, valid)
         if rule.config.needs("attention"):  # NaN, too, times the weight 0 of padding is NaN
             q = without_padding(q, valid)
@@ -216,11 +216,11 @@ class LayerCache:
         self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, reread: Reread | None = None, mass: Tensor | None = None
     ) -> None:
         """Make tokens of a prompt part of the state; shapes as in `read`, reread and mass as in `absorb_block`."""
-        state, rule = self._held()
+        state, rule = self.held()
         with torch.autocast(k.device.type, enabled=False) if autocast_dtype(k) else nullcontext():
             absorb_block(state, q, k, v, valid, rule, reread, mass, self.anew)
         self.anew = False
-        self.workspace.clock.restart()
+        self.workspace.clock.move_to(0)
         if state.exact.starts is not None:
             self.prepare()  # the longest head may have changed
 
@@ -232,11 +232,9 @@ class LayerCache:
         Args: q [B, Hq, 1, D]; k, v [B, Hkv, 1, D]; length: true tokens so far, for tokens without values: their tables
             have to reach so far (0 where they do).
         """
-        state, rule = self.state, self.rule
-        assert state is not None and rule is not None
-        clock = self.workspace.clock
+        (state, rule), clock = self.held(), self.workspace.clock
         if self.leads:
-            clock.advance()
+            clock.now = clock.now.next
         self._expect_sharers()
         if state.approx is not None:
             self._recover(length)
@@ -252,11 +250,11 @@ class LayerCache:
         """Shrink every head to its budget; heads are dealt slots anew for a text that has grown, or where
         a state that was loaded had others."""
         if (not self.static and self.deal(self.length, GROWTH)) or self.anew:
-            evict(*self._held(), anew=True)
+            evict(*self.held(), anew=True)
             self.anew = False
             self.prepare()
         else:
-            evict(*self._held())
+            evict(*self.held())
 
     # Other layers that attend to the same keys and values.
 
@@ -280,7 +278,7 @@ class LayerCache:
 
     def step_shared(self, q: Tensor, how: Attends) -> Tensor:
         """Attention of another layer's query [B, Hq, 1, D] over everything so far, after `step`: [B, Hq, 1, Dv]."""
-        state, rule = self._held()
+        state, rule = self.held()
         out, _, _ = ops.decode_step(in_one_piece(q).squeeze(2), None, None, state, rule.attending(how).spec)
         if self._looked() and self.workspace.clock.now.evicts:
             self._evict()
@@ -291,7 +289,7 @@ class LayerCache:
 
         Args: stock: attention over the block alone.
         """
-        state, rule, block = *self._held(), self.pending
+        state, rule, block = *self.held(), self.pending
         last = self._looked()
         assert block is not None
         if block.first:
@@ -320,7 +318,7 @@ class LayerCache:
         """Forget the sequences but keep the slots, unless their number depends on the prompt."""
         self.started, self.left = False, 0
         self.pending = None
-        self.workspace.clock.restart()
+        self.workspace.clock.move_to(0)
         if self.config.budget.follows_prompt or self.config.deferred or (self.follows_text and not self.static):
             self.state = self.rule = None
         self.anew = False

@@ -196,12 +196,7 @@ class LayerPlan:
         if budget.shared is None:
             return layout(tokens), 0
         average = budget.average(self.num_layers, context, costs)
-        return layout(tokens, shares=self.dealt(average, context)), average
-
-    def dealt(self, average: int, context: int) -> tuple[int, ...]:
-        """Tokens that each KV head of all processes was calibrated to keep of a text of `context` tokens, where heads
-        of all layers keep so many on average."""
-        return self.config.budget.heads_of(self.place, self.num_layers, average, context)
+        return layout(tokens, shares=budget.heads_of(self.place, self.num_layers, average, context)), average
 
     def layout(
         self,
@@ -220,7 +215,8 @@ class LayerPlan:
         config, policy, correction = self.config, self.config.policy, self.config.correction
         parallel, reserved, fixed = self.parallel, config.budget.reserved, policy.shares.heads
         own = slice(parallel.rank * heads, (parallel.rank + 1) * heads)
-        pairs = None if fixed is None else fixed.head_tokens(self.layer, heads * parallel.size, tokens, reserved)
+        line = self.place if self.num_layers == 1 else self.layer
+        pairs = None if fixed is None else fixed.head_tokens(line, heads * parallel.size, tokens, reserved)
         approx: tuple[int, ...] = ()
         if pairs is None:
             usable = [True] * heads if config.vector is None else config.vector.usable(self.layer)[own]

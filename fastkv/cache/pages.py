@@ -90,16 +90,8 @@ class PagedRule:
         Raises: FastKVError if the budget is too small, or follows the prompt: pages are of one size.
         """
         budget, parallel = plan.config.budget, plan.parallel
-        if budget.follows_prompt:
-            raise FastKVError(
-                "a page holds the same number of tokens whatever the prompt, got a budget that follows the prompt "
-                "(keep, compress or quality); give tokens or bytes"
-            )
-        if budget.shared is not None and budget.context is None:
-            raise FastKVError(
-                "a page holds the same number of tokens of each head for life, got heads that follow the length of the "
-                "text; give Budget(context=...), the length that they are for"
-            )
+        if budget.needs_prompt is not None:
+            raise FastKVError(f"a page holds the same number of tokens whatever the prompt, got {budget.needs_prompt}")
         ranks = (replace(parallel, rank=rank) for rank in range(parallel.size))
         layouts = [replace(plan, parallel=rank).of(keys, values)[0] for rank in ranks]
         forms = [_form(made, keys, values) for made in layouts]
@@ -323,18 +315,6 @@ class Traffic:
     block: int | None
     sequences: int
 
-    @property
-    def largest(self) -> int:
-        """Tokens of the largest block."""
-        return min(self.block or self.longest, self.longest)
-
-    def lengths(self) -> list[int]:
-        """Tokens of blocks of each kind."""
-        found = {*range(1, FEW + 1), self.largest}
-        powers = [1 << i for i in range(FEW.bit_length() - 1, self.largest.bit_length())]
-        found |= {power + more for power in powers for more in FURTHER}
-        return sorted(length for length in found if length <= self.largest)
-
 
 def warm_up(opened: Callable[[Tensor], PagedLayer], paged: PagedRule, traffic: Traffic, device: torch.device) -> None:
     """Launch what a layer of that rule will.
@@ -342,7 +322,7 @@ def warm_up(opened: Callable[[Tensor], PagedLayer], paged: PagedRule, traffic: T
     Args: opened: makes the layer of its pages, [P, bytes] uint8.  device: of the pages.
     """
     layer = opened(torch.zeros(3, paged.form.nbytes, dtype=torch.uint8, device=device))
-    exact, heads = layer.state.exact, layer.state.heads
+    exact, heads, layout = layer.state.exact, layer.state.heads, paged.layer.layout
     dim = exact.format.keys.dim(exact.keys.shape[-1])
 
     def tokens(number: int) -> list[Tensor]:
@@ -358,46 +338,35 @@ def warm_up(opened: Callable[[Tensor], PagedLayer], paged: PagedRule, traffic: T
         out = torch.empty(sum(lengths), layer.num_heads, exact.value_dim, dtype=exact.dtype, device=device)
         layer.read(PagedBlocks.of(lengths, [before] * len(lengths), numbers), q, k, v, out)
 
-    rows, widest = [1, 2], _widest(paged.layer.layout, exact)
+    # Tokens of blocks of each kind.
+    largest = min(traffic.block or traffic.longest, traffic.longest)
+    powers = [1 << i for i in range(FEW.bit_length() - 1, largest.bit_length())]
+    every = {*range(1, FEW + 1), largest} | {power + more for power in powers for more in FURTHER}
+    lengths = sorted(length for length in every if length <= largest)
+    # How many full blocks come before the last one of a prompt: none, one, and where slots are nearly full or full.
+    before, filling = (traffic.longest - 1) // largest, layout.least // largest
+    full = sorted({min(blocks, before) for blocks in (0, 1, filling, filling + 1)})
+    # Slots of the head that has most, of each kind, where heads trade them.
+    widest: list[int] = []
+    if layout.adaptive and traffic.longest > largest:
+        widest = [size for i in range(exact.limit.bit_length()) if (size := 1 << i) > max(layout.capacities("exact"))]
+        widest.append(exact.limit)
+    rows, slots = [1, 2], exact.keys.shape[1]
     for others in (0, 1):  # prompts that are read with it
-        for blocks in _full_blocks(paged.layer.layout.least, traffic):
-            for length in traffic.lengths():
+        for blocks in full:
+            for length in lengths:
                 layer.clear(torch.tensor(rows, device=device))
                 for number in range(blocks):
-                    read(number * traffic.largest, *(traffic.largest,) * (1 + others))
-                read(blocks * traffic.largest, length, *(max(length - 1, 1),) * others)
-        for most in widest if traffic.longest > traffic.largest else ():
-            for length in traffic.lengths():
+                    read(number * largest, *(largest,) * (1 + others))
+                read(blocks * largest, length, *(max(length - 1, 1),) * others)
+        for most in widest:  # of the first head; the others share the rest of a page
+            rest = [most + (slots - most) * head // max(heads - 1, 1) for head in range(heads)]
+            for length in lengths:
                 layer.clear(torch.tensor(rows, device=device))
-                exact.starts[rows] = _dealt(most, exact)  # type: ignore[index]
+                exact.starts[rows] = torch.tensor([0, *rest], dtype=torch.int32, device=device)  # type: ignore[index]
                 read(min(most, traffic.longest), length, *(max(length - 1, 1),) * others)
-    read(traffic.longest, *(min(FEW, traffic.largest),) * min(layer.at_once, traffic.sequences))  # most memory
+    read(traffic.longest, *(min(FEW, largest),) * min(layer.at_once, traffic.sequences))  # most memory
     nobody = torch.zeros(traffic.sequences, dtype=torch.int64, device=device)
     for batch in range(1, traffic.sequences + 1):
         layer.evict(nobody[: batch if batch <= layer.at_once else 0])
         layer.step(nobody[:batch], *tokens(batch))
-
-
-def _full_blocks(least: int, traffic: Traffic) -> list[int]:
-    """How many full blocks come before the last one of a prompt: none, one, and where slots are nearly full or full.
-
-    Args: least: tokens that every head keeps.
-    """
-    most = (traffic.longest - 1) // traffic.largest  # of the longest prompt
-    filling = least // traffic.largest
-    return sorted({min(blocks, most) for blocks in (0, 1, filling, filling + 1)})
-
-
-def _widest(layout: Layout, exact: Slots) -> list[int]:
-    """Slots of the head that has most, of each kind, where heads trade them; exact: of a layer's pages."""
-    if not layout.adaptive:
-        return []
-    before = max(layout.capacities("exact"))
-    return [size for size in (1 << i for i in range(exact.limit.bit_length())) if size > before] + [exact.limit]
-
-
-def _dealt(most: int, exact: Slots) -> Tensor:
-    """Where heads begin, [Hkv + 1] int32, if the first has so many slots and the others share the rest of a page."""
-    heads, slots = exact.lengths.shape[1], exact.keys.shape[1]
-    rest = [most + (slots - most) * head // max(heads - 1, 1) for head in range(heads)]
-    return torch.tensor([0, *rest], dtype=torch.int32, device=exact.keys.device)

@@ -53,10 +53,12 @@ def of_slots(state: LayerState, copied: LayerState, rule: LayerConfig) -> tuple[
 
 def _stored(state: LayerState, rule: LayerConfig) -> list[Tokens]:
     """Keys and values in the model's dtype and positions in the slots of each tier."""
-    exact = state.exact
-    keys, values, positions = exact.read("keys", "values", "positions")
+    approx, (keys, values, positions) = state.approx, state.exact.read("keys", "values", "positions")
     stored = [(keys, values, positions)]
-    return stored if state.approx is None else [*stored, key_only.recovered(state.approx, exact, rule)]
+    if approx is not None:  # whose values are recovered
+        keys, positions = approx["keys"], approx["positions"]
+        stored.append((keys, key_only.estimated(keys, positions, rule).to(values.dtype), positions))
+    return stored
 
 
 def _memory(state: LayerState, rule: LayerConfig) -> Tensor | None:

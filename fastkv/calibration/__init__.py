@@ -292,6 +292,7 @@ class HeadShares:
         mixed = first + (second - first) * (place - below)
         return mixed * sum(self.heads) / mixed.sum()
 
+    @functools.lru_cache(maxsize=64)  # noqa: B019  # every layer of a cache asks
     def tokens_of(
         self, average: int, context: int, reserved: int, layers: tuple[float, ...] | None = None
     ) -> tuple[tuple[int, ...], ...]:
@@ -302,7 +303,25 @@ class HeadShares:
             context: tokens of the text; if they are no more than the average, all heads keep the same number.
             layers: weights of the layers, if heads share tokens within their layer only.
         """
-        return _tokens_of(self, average, context, reserved, layers)
+        if context <= average and layers is None:
+            return tuple((average,) * heads for heads in self.heads)
+        keep = average / context if context > average else 1.0
+        wanted = self.shares(keep).double()
+        heads = torch.tensor(self.heads, device=wanted.device)
+        real = torch.arange(wanted.shape[1], device=wanted.device) < heads[:, None]
+        if layers is not None:
+            weights = wanted.new_tensor(layers)
+            wanted = wanted / wanted.sum(-1, keepdim=True) * (weights / weights.mean() * heads)[:, None]
+        wanted, total = wanted[real] * average, average * sum(self.heads)
+        floor = max(int(FLOOR * average), reserved, 1)
+        most = float(context) if context > average else math.inf  # no head holds more than there is
+        rest = (wanted - floor).clamp(min=1e-6, max=most - floor)
+        rest = _scaled(rest, total - floor * len(rest), most - floor)
+        # Cumulative rounding: the total is met to a token.
+        ends = (floor * torch.arange(1, len(rest) + 1, device=rest.device) + rest.cumsum(0)).round().long()
+        ends[-1] = total
+        counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        return tuple(tuple(counts.pop(0) for _ in range(heads)) for heads in self.heads)
 
     def check(self, heads: list[int]) -> None:
         """Raise FastKVError unless a model has so many KV heads in its compressed layers."""
@@ -331,31 +350,6 @@ class HeadShares:
 
 def _spread(numbers: Any) -> str:
     return " or ".join(str(number) for number in sorted(set(numbers)))
-
-
-@functools.lru_cache(maxsize=64)  # every layer of a cache asks
-def _tokens_of(
-    shares: HeadShares, average: int, context: int, reserved: int, layers: tuple[float, ...] | None
-) -> tuple[tuple[int, ...], ...]:
-    if context <= average and layers is None:
-        return tuple((average,) * heads for heads in shares.heads)
-    keep = average / context if context > average else 1.0
-    wanted = shares.shares(keep).double()
-    heads = torch.tensor(shares.heads, device=wanted.device)
-    real = torch.arange(wanted.shape[1], device=wanted.device) < heads[:, None]
-    if layers is not None:
-        weights = wanted.new_tensor(layers)
-        wanted = wanted / wanted.sum(-1, keepdim=True) * (weights / weights.mean() * heads)[:, None]
-    wanted, total = wanted[real] * average, average * sum(shares.heads)
-    floor = max(int(FLOOR * average), reserved, 1)
-    most = float(context) if context > average else math.inf  # no head holds more than there is
-    rest = (wanted - floor).clamp(min=1e-6, max=most - floor)
-    rest = _scaled(rest, total - floor * len(rest), most - floor)
-    # Cumulative rounding: the total is met to a token.
-    ends = (floor * torch.arange(1, len(rest) + 1, device=rest.device) + rest.cumsum(0)).round().long()
-    ends[-1] = total
-    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return tuple(tuple(counts.pop(0) for _ in range(heads)) for heads in shares.heads)
 
 
 def _scaled(rest: Tensor, total: float, most: float) -> Tensor:

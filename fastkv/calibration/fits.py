@@ -100,20 +100,13 @@ class VectorMap:
         check_fitted("this VectorMap", self.fingerprint, self.model, config, "vector")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file with a JSON header; whoever reads `path` sees the old file or the whole new one.
-
-        Raises: FastKVError if it cannot be written; a file that was there before is then still there.
-        """
+        """Write a safetensors file with a JSON header, as `TensorFile.save` does."""
         tensors = {f"weight.{layer}": weight for layer, weight in self.weights.items()}
         MAPS.save(path, self, tensors | {f"r2.{layer}": r2 for layer, r2 in self.r2.items()})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], config: Any) -> VectorMap:
-        """Read a file for the model with this config, patched or not; tensors are on the CPU.
-
-        Raises: FastKVError if there is no such file, if it is damaged or something else, if a newer fastkv wrote it, or
-            if it was fitted to another model.
-        """
+        """Read a file for the model with this config, as `TensorFile.load` does."""
         facts, tensors = MAPS.load(path, config)
         layers = range(config.get_text_config(decoder=True).num_hidden_layers)
         weights = {i: tensors.pop(f"weight.{i}") for i in layers if f"weight.{i}" in tensors}
@@ -170,10 +163,7 @@ class QueryCalibration:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], config: Any) -> QueryCalibration:
-        """Read a file for the model with this config, patched or not; tensors are on the CPU.
-
-        Raises: FastKVError as `TensorFile.load`.
-        """
+        """Read a file for the model with this config, as `TensorFile.load` does."""
         facts, tensors = QUERIES.load(path, config)
         layers = {
             i: QueryStatistics(*(tensors.pop(f"{name}.{i}") for name in QueryStatistics._fields))

@@ -68,20 +68,6 @@ def attend(
     return out, lse
 
 
-def unused(lengths: Tensor, slots: int, groups: int) -> Tensor:
-    """The mask that hides slots beyond lengths [B, Hkv], [B, Hkv * groups, 1, slots]."""
-    return showing(torch.arange(slots, device="cpu") < lengths.repeat_interleave(groups, 1)[..., None, None])
-
-
-def adding(mask: Tensor, bias: Tensor | None, groups: int = 1) -> Tensor:
-    """A mask that broadcasts to [B, Hkv * groups, 1, slots] with addends [B, Hkv, slots] of each slot's logits."""
-    if bias is None:
-        return mask
-    batch, heads, slots = bias.shape
-    mask = mask.view(len(mask), -1, min(groups, mask.shape[1]), 1, slots)
-    return (mask + bias.view(batch, heads, 1, 1, slots).expand(-1, -1, groups, -1, -1)).view(batch, -1, 1, slots)
-
-
 def showing(visible: Tensor) -> Tensor:
     """The mask that hides what is not visible, 0 or -inf, fp32."""
     return torch.full_like(visible, float("-inf"), dtype=torch.float32).masked_fill_(visible, 0.0)
@@ -181,8 +167,11 @@ def prefill_attention(
     out, lse = attend(q, k, v, spec.scale, showing(valid)[:, None, None], causal=True)
     lse = lse.masked_fill((valid.cumsum(-1) == 0)[:, None], float("-inf"))  # of rows that see nothing: 0 so far
     if keys.shape[2]:
-        mask = unused(lengths, keys.shape[2], groups)
-        past, past_lse = attend(q, keys, values, spec.scale, adding(mask, state.exact.biases(keys.shape[2]), groups))
+        slots, bias = keys.shape[2], state.exact.biases(keys.shape[2])
+        mask = showing(torch.arange(slots, device="cpu") < lengths.repeat_interleave(groups, 1)[..., None, None])
+        if bias is not None:
+            mask = mask + bias.repeat_interleave(groups, 1)[:, :, None]
+        past, past_lse = attend(q, keys, values, spec.scale, mask)
         empty = (lengths == 0).repeat_interleave(groups, 1)[..., None]
         out, lse = merge_partials(out, lse, past, past_lse.masked_fill(empty, float("-inf")))
     known, mass = spec.evicted(state), torch.full_like(lse, float("-inf"))
@@ -296,13 +285,14 @@ def remember(
 ) -> None:
     """`reference.remember`; centroids without an operator for each term."""
     parts = state.parts
-    if not isinstance(parts, Centroids) or not joins_in_place(parts):
-        reference.remember(keys, values, positions, valid, kept, most, state, spec)
-        return
-    gone = valid & ~kept
-    index = reference.in_order(positions, gone)[..., :most]
-    new_keys, new_values = (reference.rows_at(rows, index) for rows in (keys, values))
-    join(parts, new_keys, new_values, gone.gather(2, index))
+    if isinstance(parts, Centroids) and parts.keys.dtype in compiled_slots.MEANS and cpu.available("joins"):
+        if all(tensor.is_contiguous() for tensor in parts.tensors()):
+            gone = valid & ~kept
+            index = reference.in_order(positions, gone)[..., :most]
+            new_keys, new_values = (reference.rows_at(rows, index) for rows in (keys, values))
+            join(parts, new_keys, new_values, gone.gather(2, index))
+            return
+    reference.remember(keys, values, positions, valid, kept, most, state, spec)
 
 
 def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: float | None = None) -> Tensor:
@@ -322,13 +312,6 @@ def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: f
 # Compiled from joins.cpp and most_attended.cpp on first use.
 
 CONSTANTS = ("BLOCK", "FINE", "MEDIUM", "COARSE", "SETTLED", "ROOMY", "STEP", "TURN")  # of `Centroids.add`
-
-
-def joins_in_place(parts: Centroids) -> bool:
-    """Whether `join` handles these centroids. The first question compiles it."""
-    means = parts.keys.dtype
-    fits = means in (torch.float32, torch.bfloat16) and all(tensor.is_contiguous() for tensor in parts.tensors())
-    return fits and cpu.available("joins")
 
 
 def join(parts: Centroids, keys: Tensor, values: Tensor, inside: Tensor) -> None:

@@ -27,23 +27,19 @@ MIXED = {
     Centroids: {"count": "count", "keys": "keys", "values": "values", "spread": "spread"},
     Moments: {"whole": "count", "keys": "key_mean", "values": "value_mean", "cross": "cross"},
 }
-Place = tuple[int, int, tuple[int, ...]]  # of a tensor: its address, bytes of a number, strides
 
 
-def coded_at(codes: Place, scales: Place | None) -> Any:
+def coded_at(codes: Tensor, scales: Tensor | None) -> Any:
     """Codes [B, Hkv, N, width] and scales [B, Hkv, N, ...]; or [B, N, ...] of heads that share slots. Plain rows
     have no scales.
     """
-    strides = []
-    for _, size, (batch, *rest) in (codes, scales or (None, 0, codes[2])):
-        head, slot = (0, rest[0]) if len(codes[2]) == 3 else rest[:2]
-        strides.append(Three(size * batch, size * head, size * slot))
-    return C.Coded(codes[0], scales and scales[0], *strides)
-
-
-def place_of(part: Tensor) -> Place:
-    """Where a tensor lies."""
-    return part.data_ptr(), part.element_size(), part.stride()
+    strides = [Three(), Three()]
+    for found, part in zip(strides, (codes, scales)):
+        if part is not None:
+            batch, *rest = part.stride()
+            head, slot = (0, rest[0]) if codes.ndim == 3 else rest[:2]
+            found[:] = [part.element_size() * stride for stride in (batch, head, slot)]
+    return C.Coded(codes.data_ptr(), scales if scales is None else scales.data_ptr(), *strides)
 
 
 def moving_at(part: Tensor, shared: bool) -> Any:
@@ -88,7 +84,7 @@ def encode_rows(form: RowFormat, rows: Tensor) -> Stored:
     rows, place = rows.float().contiguous(), rows.ndim - 1
     codes, scales = form.empty(rows.shape[:-1], rows.shape[-1], torch.float32, rows.device)
     assert scales is not None
-    coded = coded_at(*(place_of(in_four(part, place)) for part in (codes, scales)))  # views
+    coded = coded_at(in_four(codes, place), in_four(scales, place))  # views
     cpu.call("slots", f"encode_{form.name}", rows_of(in_four(rows, place), coded))
     return codes, scales
 
@@ -103,24 +99,26 @@ def decode_rows(form: RowFormat, codes: Tensor, scales: Tensor | None, dtype: to
     made = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     rows = torch.empty(*codes.shape[:-1], form.dim(codes.shape[-1]), dtype=made, device=codes.device)
     parts = in_four(codes, place), in_four(scales, place)  # copies stay until the call is over
-    cpu.call("slots", f"decode_{form.name}", rows_of(in_four(rows, place), coded_at(*map(place_of, parts))))
+    cpu.call("slots", f"decode_{form.name}", rows_of(in_four(rows, place), coded_at(*parts)))
     return rows.to(dtype)
 
 
 class Standing:
     """What is the same in every step of a layer, found once for the tensors it has.
 
-    Attributes: tensors: that it was found for.  attention: with their addresses; None where `step` cannot be used.
+    Attributes: tensors: that it was found for.  places: their addresses, as a tensor that is shared between processes
+        moves.  attention: with these; None where `step` cannot be used.
         takes: whether a token can be stored in that call, too.
     """
 
     def __init__(self, tensors: tuple[Tensor | None, ...], state: LayerState, known: Evicted | None, dim: int) -> None:
         self.tensors, self.attention, self.takes, slots = tensors, None, False, state.exact
+        self.places = [tensor.data_ptr() for tensor in tensors if tensor is not None]
         if not (attends(slots, dim) and mixes(known)):
             return
         self.attention = given = C.Attention(
-            coded_at(place_of(slots.keys), None if slots.key_scales is None else place_of(slots.key_scales)),
-            coded_at(place_of(slots.values), None if slots.value_scales is None else place_of(slots.value_scales)),  # type: ignore[arg-type]
+            coded_at(slots.keys, slots.key_scales),
+            coded_at(slots.values, slots.value_scales),  # type: ignore[arg-type]
         )
         lengths, starts, received, positions = slots.lengths, slots.starts, slots.attention, slots.positions
         given.lengths, given.length_stride = lengths.data_ptr(), lengths.stride(0)
@@ -185,7 +183,8 @@ def standing(state: LayerState, known: Evicted | None, dim: int) -> Standing:
         *(slots.keys, slots.values, slots.key_scales, slots.value_scales, slots.lengths, slots.starts),
         *(slots.attention, slots.positions, slots.bias, state.seen, *parts),
     )
-    if found is None or len(found.tensors) != len(tensors) or not all(map(is_, found.tensors, tensors)):
+    same = found is not None and len(found.tensors) == len(tensors) and all(map(is_, found.tensors, tensors))
+    if not same or found.places != [tensor.data_ptr() for tensor in tensors if tensor is not None]:
         state.standing = found = Standing(tensors, state, known, dim)
     return found
 

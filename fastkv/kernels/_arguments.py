@@ -101,7 +101,7 @@ class MomentPointers(NamedTuple):
 
 
 class PartPointers(NamedTuple):
-    """Scratch of the partials of a split kernel, see `Workspace`."""
+    """Scratch of the partials of a split kernel, see `workspace`."""
 
     accs_ptr: Any = None
     tops_ptr: Any = None

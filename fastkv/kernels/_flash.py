@@ -44,14 +44,6 @@ def _runs_kernel(valid_ptr, runs_ptr, T, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _run(attended, batch, T):
-    """The tokens [begin, end) of a row for which `Attended` holds."""
-    before = (batch * T).to(tl.int32)
-    begin, end = tl.load(attended.runs_ptr + 3 * batch + 1), tl.load(attended.runs_ptr + 3 * batch + 2)
-    return begin - before, end - before
-
-
-@triton.jit
 def _add_attended(
     top, total, acc, attended, batch, token, q_head, rows, T, BATCH, HEADS: tl.constexpr, DV: tl.constexpr
 ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -14,7 +13,7 @@ from ..backend import MAX_COMMON_HEAD_DIM, MAX_HEAD_DIM
 from ..errors import FastKVError, check_groups, check_shape
 from ..reference import Centroids, LayerState, Slots
 from ..reference.slots import GROUP
-from ._arguments import PartPointers, ResultPointers
+from ._arguments import ResultPointers
 
 INTERPRET = bool(triton.knobs.runtime.interpret)  # fixed at import, as it is for every @triton.jit
 MIN_ROWS = 16  # tl.dot pads fewer rows to this anyway
@@ -57,34 +56,25 @@ def addressed(op: str, slots: Tensor, starts: Tensor | None) -> Tensor:
     return slots[:, None].expand(-1, starts.shape[1] - 1, *slots.shape[1:])
 
 
-def check_contiguous(op: str, **tensors: Tensor | None) -> None:
-    """Raise FastKVError for the first tensor that is not contiguous: kernels index by shape alone and never copy."""
+def check_contiguous(op: str, each: bool = False, /, **tensors: Tensor | None) -> None:
+    """Raise FastKVError for the first tensor that is not contiguous, or of which `each` sequence's part is not: kernels
+    index by shape alone and never copy."""
     for name, tensor in tensors.items():
-        if tensor is not None and not tensor.is_contiguous():
+        if tensor is not None and not (tensor.is_contiguous() or (each and dense_rows(tensor))):
             raise FastKVError(
-                f"{op}: {name} must be contiguous, got strides {tensor.stride()} for shape {list(tensor.shape)}; "
-                "call .contiguous() where it is made"
+                f"{op}: {name} must be contiguous{' for each sequence' * each}, got strides {tensor.stride()} for "
+                f"shape {list(tensor.shape)}; call .contiguous() where it is made"
             )
 
 
-def check_token(op: str, q: Tensor, k: Tensor | None, v: Tensor | None) -> None:
-    """Raise FastKVError unless what each sequence has of these tensors lies in one piece."""
-    for name, tensor in {"q": q, "k": k, "v": v}.items():
-        if tensor is not None and not (tensor.is_contiguous() or dense_rows(tensor)):
-            raise FastKVError(
-                f"{op}: {name} must be contiguous for each sequence, got strides {tensor.stride()} for shape "
-                f"{list(tensor.shape)}; call .contiguous() where it is made"
-            )
-
-
-def check_rows(op: str, state: LayerState, *pointers: tuple, **more: Tensor | None) -> int | None:
+def check_rows(op: str, state: LayerState, *pointers: tuple) -> int | None:
     """How far it is from one row of these tensors of a state to the next, in units of 16 bytes, if they are views of
     pages; None if each lies by itself. pointers: tuples of `_arguments`.
 
     Raises: FastKVError for the first tensor that is not contiguous or, in pages, whose rows are not or are elsewhere.
     """
     keys = state.exact.keys
-    named = {name.removesuffix("_ptr"): tensor for one in pointers for name, tensor in zip(one._fields, one)} | more  # type: ignore[attr-defined]
+    named = {name.removesuffix("_ptr"): tensor for one in pointers for name, tensor in zip(one._fields, one)}  # type: ignore[attr-defined]
     if state.rows is None or keys.stride(0) == prod(keys.shape[1:]):
         check_contiguous(op, rows=state.rows, **named)
         return None
@@ -144,11 +134,15 @@ def check_head_dim(op: str, head_dim: int, dtype: torch.dtype | None = None) -> 
         )
 
 
-def check_decode(op: str, q: Tensor, state: LayerState, keys: Tensor, values: Tensor, *same_dtype: Tensor) -> int:
-    """Query heads per KV head, or FastKVError unless q [B, Hq, D] and the state's keys, values [B, Hkv, C, D], as
-    `addressed`, suit the kernel. Codes have the scales of their format."""
-    batch, num_heads, dim = q.shape
-    exact = state.exact
+def check_decode(
+    op: str, q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, *same_dtype: Tensor
+) -> tuple[int, ...]:
+    """Query heads per KV head, rows that are stored, KV heads, slots of each as `addressed` counts them, and D; or
+    FastKVError unless q [B, Hq, D], a token and the slots of the state suit the kernel, codes with the scales of their
+    format."""
+    (batch, num_heads, dim), exact = q.shape, state.exact
+    assert exact.values is not None
+    keys, values = (addressed(op, part, exact.starts) for part in (exact.keys, exact.values))
     heads, slots = keys.shape[1:3]
     groups = check_groups(op, num_heads, heads)
     check_head_dim(op, dim, q.dtype)
@@ -165,7 +159,9 @@ def check_decode(op: str, q: Tensor, state: LayerState, keys: Tensor, values: Te
             f"{op} needs one dtype below float64 and at most {MIN_ROWS} query heads per KV head, got "
             f"{', '.join(sorted(map(str, dtypes)))} and {groups}; use backend='reference'"
         )
-    return groups
+    check_like(op, (num_heads,), sink_logits=state.sink_logits)
+    check_contiguous(op, True, q=q, k=k, v=v)
+    return groups, stored, heads, slots, dim
 
 
 def check_scales(op: str, slots: Slots) -> None:
@@ -199,97 +195,52 @@ def decode_outputs(q: Tensor, out: Tensor | None) -> ResultPointers:
     return ResultPointers(out, lse, torch.empty_like(lse))
 
 
-@dataclass(frozen=True)
-class Workspace:
-    """Scratch of the split decode kernels. One per stream or captured graph; layers of one model may share it.
+def workspace(num_heads: int, state: LayerState, room: list[Tensor] | None = None) -> list[Tensor]:
+    """Scratch of the split decode kernels for so many query heads over the slots of a layer, for `LayerState.scratch`:
+    accs, tops and totals of every partial; tickets [B * Hkv] int32, zeroed once, and each launch leaves them zero; and,
+    if attention is collected, logits [G, all slots of the batch], of both tiers in vector_decode.
 
-    Attributes:
-        accs, tops, totals: room for every partial.
-        tickets: [B * Hkv] int32, zeroed once; each launch leaves them zero.
-        logits: [G, all slots of the batch], of both tiers in vector_decode; None unless attention is collected.
+    One per stream or captured graph; layers of one model may share it.
+    Args: room: of `workspace_room`, to be viewed instead of new memory. Tickets have memory of their own there: what
+        one batch leaves in numbers is no ticket of another.
     """
-
-    accs: Tensor
-    tops: Tensor
-    totals: Tensor
-    tickets: Tensor
-    logits: Tensor | None = None
-
-    @property
-    def parts(self) -> PartPointers:
-        """What the partials of a split kernel need."""
-        return PartPointers(self.accs, self.tops, self.totals, self.tickets)
-
-    @classmethod
-    def of(cls, scratch: list[Tensor]) -> Workspace | None:
-        """The workspace that `tensors` made a list of; None if there is none."""
-        return cls(*scratch) if scratch else None
-
-    def tensors(self) -> list[Tensor]:
-        """As `LayerState.scratch` holds them."""
-        optional = [] if self.logits is None else [self.logits]
-        return [self.accs, self.tops, self.totals, self.tickets, *optional]
-
-    @classmethod
-    def for_state(cls, num_heads: int, state: LayerState, room: WorkspaceRoom | None = None) -> Workspace:
-        """Room for the decode steps of so many query heads over the slots of a layer.
-
-        Args: room: to be viewed instead of new memory.
-        """
-        device = state.exact.keys.device
-        shapes = cls.shapes(num_heads, state, state.batch, num_sms(device))
-        if room is not None:
-            return cls(**room.parts(shapes))
-        tickets = torch.zeros(shapes.pop("tickets"), dtype=torch.int32, device=device)
-        made = {name: torch.empty(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}
-        return cls(**made, tickets=tickets)
-
-    @staticmethod
-    def shapes(num_heads: int, state: LayerState, batch: int, sms: int) -> dict[str, tuple[int, ...]]:
-        """Shape of each tensor that there is, by name, for a batch of so many sequences in the slots of a layer.
-
-        Args: sms: of the device.
-        """
-        exact, tiers, pairs, groups = state.exact, state.tiers.values(), batch * state.heads, num_heads // state.heads
-        sets = pairs * len(tiers)  # of slots that are split
-        programs = max(num_programs(sets, max(slots.limit for slots in tiers), sms), decode_programs(pairs, exact, sms))
-        programs = max(programs, 2)  # some kernels take 2 at least
-        parts, dim = sets * (programs + 1) * groups, exact.format.keys.dim(exact.keys.shape[-1])
-        made: dict[str, tuple[int, ...]] = {"accs": (parts, dim), "tops": (parts,), "totals": (parts,)}
-        if any(slots.attention is not None for slots in tiers):
-            made["logits"] = (groups, sum(pool_of(batch, slots) for slots in tiers))
-        return made | {"tickets": (pairs,)}
+    device, pairs = state.exact.keys.device, state.batch * state.heads
+    shapes, made, end = scratch_shapes(num_heads, state, state.batch, num_sms(device)), [], 0
+    if room is None:
+        made = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes]
+        tickets = torch.zeros(pairs, dtype=torch.int32, device=device)
+    else:
+        for shape in shapes:
+            made.append(room[0][end : end + prod(shape)].view(shape))
+            end += aligned(shape)
+        tickets = room[1][:pairs]
+    return [*made[:3], tickets, *made[3:]]
 
 
-@dataclass(frozen=True)
-class WorkspaceRoom:
-    """Memory for the workspace of any batch up to some size, one at a time.
+def workspace_room(num_heads: int, state: LayerState, most: int, device: torch.device) -> list[tuple[int, torch.dtype]]:
+    """Numbers and dtype of each tensor of the room for `workspace`, see `ops.workspace_room`."""
+    batches = (scratch_shapes(num_heads, state, batch, num_sms(device)) for batch in range(1, most + 1))
+    # Few sequences are split into more parts each, so that the largest batch need not take most.
+    numbers = max(sum(map(aligned, shapes)) for shapes in batches)
+    return [(numbers, torch.float32), (most * state.heads, torch.int32)]
 
-    Attributes:
-        numbers: [N] fp32, of which a batch views as much as it needs, from the first on.
-        tickets: [B * Hkv] int32 of the largest batch. They have memory of their own: what one batch leaves in `numbers`
-            is no ticket of another.
-    """
 
-    numbers: Tensor
-    tickets: Tensor
+def scratch_shapes(num_heads: int, state: LayerState, batch: int, sms: int) -> list[tuple[int, ...]]:
+    """Of `workspace` without tickets, for a batch of so many sequences on a device of so many `sms`."""
+    exact, tiers, pairs, groups = state.exact, state.tiers.values(), batch * state.heads, num_heads // state.heads
+    sets = pairs * len(tiers)  # of slots that are split
+    programs = max(num_programs(sets, max(slots.limit for slots in tiers), sms), decode_programs(pairs, exact, sms))
+    programs = max(programs, 2)  # some kernels take 2 at least
+    parts, dim = sets * (programs + 1) * groups, exact.format.keys.dim(exact.keys.shape[-1])
+    logits = groups, sum(pool_of(batch, slots) for slots in tiers)
+    collects = any(slots.attention is not None for slots in tiers)
+    return [(parts, dim), (parts,), (parts,), *[logits] * collects]
 
-    @staticmethod
-    def places(shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, int], int]:
-        """First number of each tensor of a workspace but the tickets, and how many there are in all. All are aligned
-        for wide loads: what was compiled for one batch fits every other."""
-        found, end = {}, 0
-        for name, shape in shapes.items():
-            if name != "tickets":
-                found[name] = end
-                end += triton.cdiv(prod(shape), ALIGNED) * ALIGNED
-        return found, end
 
-    def parts(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """Views with these shapes."""
-        places, _ = self.places(shapes)
-        made = {name: self.numbers[at : at + prod(shapes[name])].view(shapes[name]) for name, at in places.items()}
-        return made | {"tickets": self.tickets[: prod(shapes["tickets"])]}
+def aligned(shape: tuple[int, ...]) -> int:
+    """Numbers that a tensor takes in a room, so that loads of the next are wide, too: what was compiled for one batch
+    fits every other."""
+    return triton.cdiv(prod(shape), ALIGNED) * ALIGNED
 
 
 def pool_of(batch: int, slots: Slots) -> int:

@@ -68,13 +68,9 @@ from ._codes import _codes_of, _packed, _scales_of, _turned
 from ._evicted import CENTROIDS, Terms, _evicted_partial
 from ._launch import (
     MIN_ROWS,
-    Workspace,
-    addressed,
     attention_slots,
     check_decode,
-    check_like,
     check_rows,
-    check_token,
     chip_of,
     decode_outputs,
     decode_programs,
@@ -84,6 +80,7 @@ from ._launch import (
     pow2,
     slots_each,
     stages,
+    workspace,
 )
 
 # padded head_dim -> slots, matrix rows, stages
@@ -350,37 +347,29 @@ def decode_step(
 
     Everything is contiguous, or rows of it in pages; of q, k and v what each sequence has is. Of row 0 results are zero
     and -inf. Keys and values have the dtype of q, or are codes with scales (see `_codes`), statistics are fp32, the
-    matrix is cross in fp32 or cross / count in half precision; `state.scratch` is a `Workspace`, made if it is empty.
+    matrix is cross in fp32 or cross / count in half precision; `state.scratch` is of `workspace`, made if it is empty.
 
     Raises: FastKVError for shapes, strides or dtypes that are not as above.
     """
     op, slots, starts, moments = "decode_step", state.exact, state.exact.starts, state.moments
-    keys, values, attention = slots.keys, slots.values, slots.attention
-    assert values is not None
-    groups = check_decode(op, q, state, addressed(op, keys, starts), addressed(op, values, starts))
-    _, heads, capacity, _ = addressed(op, keys, starts).shape
-    dim = q.shape[-1]
+    groups, _, heads, capacity, dim = check_decode(op, q, k, v, state)
     known = Terms.of(op, spec.evicted(state), dim)
-    check_like(op, (heads * groups,), sink_logits=state.sink_logits)
-    check_token(op, q, k, v)
     appended = ("positions",) if k is not None else ()
     pointers = StatePointers.of(
         slots, *PAIRS, "bias", "attention", "lengths", "starts", *appended, seen=state.seen if appended else None
     )
     evicted = known.pointers._replace(count_ptr=moments.count)
     page = check_rows(op, state, pointers, evicted)
-    batch = state.batch
-    pairs, pool, collects = batch * heads, pool_of(batch, slots), attention is not None
+    pairs, pool, collects = state.batch * heads, pool_of(state.batch, slots), slots.attention is not None
     programs = decode_programs(pairs, slots, num_sms(q.device))
     tile, num_warps, num_stages = _constants(
         q.dtype, known, heads, groups, dim, slots_each(slots), programs, spec.softcap is not None,
         chip_of(q.device), not slots.format.plain, slots.format.values.bits == 4, starts is not None,
     )  # fmt: skip
-    room, several = Workspace.of(state.scratch), tile.PARTS > 1
-    if room is None and (several or collects):
-        room = Workspace.for_state(heads * groups, state)
-    parts = room.parts if room is not None and several else PartPointers()
-    logits = room.logits if room is not None and collects else None
+    scratch, several = state.scratch, tile.PARTS > 1
+    if not scratch and (several or collects):
+        scratch = workspace(heads * groups, state)
+    parts = PartPointers(*scratch[:4]) if several else PartPointers()
     # With centroids, on sm_80, ptxas spills to fit a third program beside two, for which shared memory has no room.
     spills = known.order == CENTROIDS and tile.GROUP.BLOCK_D == 128 and chip_of(q.device) == "80"
     results = decode_outputs(q, out)
@@ -388,9 +377,9 @@ def decode_step(
     tile = tile if starts is None else tile.shared()
     sizes = Sizes(*(None if number is None else number * tile.UNIT for number in (capacity, pool, known.num)))
     _decode_attention_kernel[grid](
-        TokenPointers.of(q, k, v), pointers, evicted, results, parts, logits, state.sink_logits, state.rows, page,
-        sizes, Scaling(spec.scale, spec.softcap), TILE=tile, HIP=on_hip(), num_warps=num_warps,
-        num_stages=stages(num_stages),
+        TokenPointers.of(q, k, v), pointers, evicted, results, parts, scratch[4] if collects else None,
+        state.sink_logits, state.rows, page, sizes, Scaling(spec.scale, spec.softcap), TILE=tile, HIP=on_hip(),
+        num_warps=num_warps, num_stages=stages(num_stages),
         **({"maxnreg": 255} if spills else {}),
     )  # fmt: skip
     return tuple(results)

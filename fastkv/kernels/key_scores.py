@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..errors import FastKVError
 from ..reference.geometry import check_metric
 from ..rotary import Rotary
 from ._arguments import View
@@ -188,14 +187,9 @@ def keydiff_scores(
     positions: Tensor | None = None, rotary: Rotary | None = None,
 ) -> Tensor:  # fmt: skip
     """`reference.keydiff_scores` of unit stride along D, for anchors "mean" and "normalized_mean"; positions and
-    rotary as in `ops.keydiff_scores`. Raises: FastKVError for another anchor.  Cost: two launches, no host sync.
+    rotary as in `ops.keydiff_scores`. Cost: two launches, no host sync.
     """
-    metric = {"cosine": "keydiff", "dot": "dot", "euclidean": "l2"}.get(distance)
-    if anchor not in ("mean", "normalized_mean") or metric is None:
-        raise FastKVError(
-            f"keydiff: the kernel has anchors mean and normalized_mean and distances cosine, dot and euclidean, "
-            f"got {anchor!r} and {distance!r}; use reference.keydiff_scores"
-        )
+    metric = {"cosine": "keydiff", "dot": "dot", "euclidean": "l2"}[distance]
     return _scores(keys, metric, anchor == "normalized_mean", None, mask, positions, rotary)
 
 

@@ -8,7 +8,7 @@ second factor with 1e-4 takes its place, chosen on the device. With `centre` eac
 keys, and splits merge as in Chan et al.
 
 Bytes: keys twice, 4 N out, 4 k^2 per split and head; for k > 64 each part of the Gram matrix reads the keys.
-Does not handle: unsketched keys with D > 128 and the QR and SVD methods; they stay in the reference.
+Does not handle: unsketched keys and the QR and SVD methods; they stay in the reference.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import reference
 from ..errors import FastKVError
 from ..reference.geometry import RIDGE
 from ._arguments import View
@@ -169,14 +170,15 @@ def _solve_matrix(grams: Tensor, means: Tensor, counts: Tensor, centre: bool) ->
 
 
 def sketched_leverage(
-    keys: Tensor, sketch: Tensor, method: str = "cholesky", *, mask: Tensor | None = None, centre: bool = False
+    keys: Tensor, sketch: Tensor | None, method: str = "cholesky", *, mask: Tensor | None = None, centre: bool = False
 ) -> Tensor:
     """`reference.sketched_leverage` by a Cholesky factor; keys have unit stride along D.
 
     Cost: two launches, and torch's on [B, Hkv, k, k]; no host sync. Raises: FastKVError for a sketch that does not fit.
     """
-    batch, heads, num, dim = keys.shape
-    size = sketch.shape[-1]
+    if sketch is None or method not in ("cholesky", "srht"):  # the paper's ablation
+        return reference.sketched_leverage(keys, sketch, method, mask=mask, centre=centre)
+    (batch, heads, num, dim), size = keys.shape, sketch.shape[-1]
     check_head_dim("leverage_scores", dim)
     check_like("leverage_scores", (dim, None), sketch=sketch)
     check_like("leverage_scores", (batch, heads, num), mask=mask)

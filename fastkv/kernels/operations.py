@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import reference
@@ -13,7 +12,7 @@ from . import decode_attention as decode
 from . import remember as joining
 from . import slot_signals as slots
 from . import vector_decode as vector
-from ._launch import Workspace, WorkspaceRoom, num_sms
+from ._launch import workspace, workspace_room
 from .blocks import candidates, read_rows, write_rows
 from .compact import compact
 from .expected_attention import expected_attention, queries_ahead
@@ -31,22 +30,6 @@ from .z_scores import needed_scores, z_scores
 FOLLOWS_ROWS = ("compact", "decode_step", "prefill_attention", "remember", "slot_signals")
 
 
-def workspace(num_heads: int, state: LayerState, spec: Spec, room: list[Tensor] | None = None) -> list[Tensor]:
-    """Scratch for the decode steps of a layer, see `ops.workspace`."""
-    given = None if room is None else WorkspaceRoom(*room)
-    return Workspace.for_state(num_heads, state, given).tensors()
-
-
-def workspace_room(
-    num_heads: int, state: LayerState, spec: Spec, most: int, device: torch.device
-) -> list[tuple[int, torch.dtype]]:
-    """Numbers and dtype of each tensor of the room for `workspace`, see `ops.workspace_room`."""
-    shapes = (Workspace.shapes(num_heads, state, batch, num_sms(device)) for batch in range(1, most + 1))
-    # Few sequences are split into more parts each, so that the largest batch need not take most.
-    numbers = max(WorkspaceRoom.places(one)[1] for one in shapes)
-    return [(numbers, torch.float32), (most * state.heads, torch.int32)]
-
-
 def decode_step(
     q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec, out: Tensor | None = None
 ) -> Any:
@@ -56,13 +39,6 @@ def decode_step(
             return reference.decode_step(q, k, v, own, spec)
     step = decode.decode_step if state.approx is None else vector.vector_decode_step
     return step(q, k, v, state, spec, out)
-
-
-def decode_into(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, state: LayerState, spec: Spec) -> None:
-    """`ops.decode_into`."""
-    made, _, _ = decode_step(q, k, v, state, spec, out)
-    if made is not out:
-        out.copy_(made)
 
 
 def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -18,6 +18,7 @@ such a copy, and where both is so.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ from ._attention import (
 )
 from ._codes import _codes_of, _factors, _numbers, _packed, _rotated_rows, _scales_of, _turned
 from ._evicted import CENTROIDS, Terms, _dot_terms, _seed
-from ._flash import _add_attended, _run, attend_itself, serves
+from ._flash import _add_attended, attend_itself, serves
 from ._launch import (
     addressed,
     check_contiguous,
@@ -363,7 +364,9 @@ def _prefill_kernel(
     place = (batch * HEADS * G + q_head) * T + token
     tl.store(results.lse_evicted_ptr + place, _lse(top, total), mask=rows)
     if attended.runs_ptr is not None:
-        begin, end = _run(attended, batch, T)
+        before, run_ptr = (batch * T).to(tl.int32), attended.runs_ptr + 3 * batch
+        begin, end = tl.load(run_ptr + 1), tl.load(run_ptr + 2)
+        begin, end = begin - before, end - before  # the tokens that it holds for
         theirs, all_rows = rows & (token >= begin) & (token < end), tl.num_programs(1) // HEADS
         top, total, acc = _add_attended(
             top, total, acc, attended, batch, token, q_head, theirs, T, all_rows, HEADS * G, DV
@@ -421,57 +424,41 @@ def _prefill_kernel(
     tl.store(spot, _normalise(total, acc).to(results.out_ptr.dtype.element_ty), mask=rows[:, None] & (wide < DV))
 
 
-@dataclass(frozen=True)
-class Case:
-    """What a tile is chosen by.
+def tile_of(
+    width: int, dtype: torch.dtype, chip: str, bits: int = 0, turned: bool = False, *, capped: bool = False,
+    order: int | None = None, biased: bool = False, cross: bool = False, rows: bool = False, ragged: bool = False,
+    attended: bool = False,
+) -> Tile | None:  # fmt: skip
+    """What a tile is chosen by; None for 4-bit slots that are decoded before the launch.
 
-    Attributes:
-        width: padded head_dim.  dtype: of q.  chip: see `chip_of`.  capped: whether logits are.  order: of `Terms`.
-        bits: of a number in a slot where it is a code, else 0.  biased: whether slots have a bias.  cross: whether the
-            slope of the evicted tokens is still to be found from their cross moments.  rows: whether the batch lives in
-            chosen rows of the state.  ragged: whether heads own unequal stretches of a slab.  attended: whether
-            flash-attn attends to the block itself.  turned: whether keys are codes of 4 bits, so that queries are
-            rotated.
+    Args: width: padded head_dim.  dtype: of q.  chip: see `chip_of`.  bits: of a number in a slot where it is a code,
+        else 0.  turned: whether keys are codes of 4 bits, so that queries are rotated.  capped: whether logits are.
+        order: of `Terms`.  biased: whether slots have a bias.  cross: whether the slope of the evicted tokens is still
+        to be found from their cross moments.  rows: whether the batch lives in chosen rows of the state.  ragged:
+        whether heads own unequal stretches of a slab.  attended: whether flash-attn attends to the block itself.
     """
-
-    width: int
-    dtype: torch.dtype
-    chip: str
-    capped: bool = False
-    order: int | None = None
-    bits: int = 0
-    biased: bool = False
-    cross: bool = False
-    rows: bool = False
-    ragged: bool = False
-    attended: bool = False
-    turned: bool = False
-
-
-def tile_of(case: Case) -> Tile | None:
-    """None for 4-bit slots that are decoded before the launch."""
-    single = case.dtype == torch.float32
-    if case.bits == 4:
+    single = dtype == torch.float32
+    if bits == 4:
         packed = SINGLE_PACKED if single else HALF_PACKED
-        spills = case.capped or (case.turned and case.chip == "90")  # with two terms of rotated queries in registers
-        return None if spills and case.width > 64 else packed.get(case.chip, packed[""]).get(case.width)
+        spills = capped or (turned and chip == "90")  # with two terms of rotated queries in registers
+        return None if spills and width > 64 else packed.get(chip, packed[""]).get(width)
     tiles = SINGLE if single else HALF
-    known = case.chip if case.chip in tiles else ""
+    known = chip if chip in tiles else ""
     sizes = tiles[known]
     special = [
-        (case.bits, HALF_CODES),
-        (case.bits and case.capped, HALF_CODES_CAPPED),
-        (case.order == CENTROIDS, HALF_CENTROIDS),
-        (case.biased, HALF_BIASED),
-        (case.cross, HALF_CROSS),
-        (case.rows, HALF_ROWS),
-        (case.bits and case.ragged, HALF_RAGGED),
-        (case.order == CENTROIDS and case.attended, HALF_ATTENDED),
+        (bits, HALF_CODES),
+        (bits and capped, HALF_CODES_CAPPED),
+        (order == CENTROIDS, HALF_CENTROIDS),
+        (biased, HALF_BIASED),
+        (cross, HALF_CROSS),
+        (rows, HALF_ROWS),
+        (bits and ragged, HALF_RAGGED),
+        (order == CENTROIDS and attended, HALF_ATTENDED),
     ]
     for asked, other in [] if single else special:
         sizes = sizes | (other.get(known, {}) if asked else {})
-    tile = sizes[case.width]
-    return replace(tile, keys=CAP_TILE_HIP) if case.capped and case.chip == "hip" else tile
+    tile = sizes[width]
+    return replace(tile, keys=CAP_TILE_HIP) if capped and chip == "hip" else tile
 
 
 def prefill_attention(
@@ -490,13 +477,15 @@ def prefill_attention(
     width, value_width = pow2(dim, 16), pow2(value_dim, 16)
     known = Terms.of(op, evicted, dim)
     cross = known.order == 1 and isinstance(evicted, Moments) and evicted.slope is None
-    case = Case(
-        max(width, value_width), q.dtype, chip_of(q.device), softcap is not None, known.order, exact.format.values.bits,
-        exact.bias is not None, cross, state.rows is not None, exact.starts is not None, serves(q, v, spec),
-        exact.format.keys.bits == 4,
+    widest = max(width, value_width)
+    choose = functools.partial(
+        tile_of, widest, q.dtype, chip_of(q.device), capped=softcap is not None, order=known.order,
+        biased=exact.bias is not None, cross=cross, rows=state.rows is not None, ragged=exact.starts is not None,
+        attended=serves(q, v, spec),
     )  # fmt: skip
-    tile, divides = tile_of(case), cross and value_width >= 256 and q.element_size() == 2
-    spills = case.width >= 256 and q.dtype == torch.float32  # where each program looks up its page
+    tile = choose(exact.format.values.bits, exact.format.keys.bits == 4)
+    divides = cross and value_width >= 256 and q.element_size() == 2
+    spills = widest >= 256 and q.dtype == torch.float32  # where each program looks up its page
     if state.rows is not None and (tile is None or divides or spills or exact.starts is not None):  # copies them alone
         with state.gathered(changes=False) as own:
             return prefill_attention(q, k, v, valid, own, spec)
@@ -527,7 +516,7 @@ def prefill_attention(
     check_like(op, (num_heads,), sink_logits=state.sink_logits)
     if tile is None:
         keys, values = (exact[name].to(q.dtype) for name in ("keys", "values"))
-        scales, tile = (None, None), tile_of(replace(case, bits=0))
+        scales, tile = (None, None), choose()
         assert tile is not None
     slots = num_slots if starts is not None else keys.stride(1) // keys.shape[-1]
     if starts is not None:

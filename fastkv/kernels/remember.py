@@ -1,17 +1,10 @@
 """Evicted tokens join the centroids of their head, in place: which pairs merge, and when, is `Centroids.add`.
 
-Of the u centroids in use, oldest first, every second one is a mover. A round offers each mover to its cheapest partner
-among the others, at
-
-    |p_a - p_b|^2 / (1 / n_a + 1 / n_b),   p = ((k - k_mean) / std_k, (v - v_mean) / std_v)
-
-joins the cheapest max(1, u / share) offers, equal ones by age, and swaps the halves, until M are left; the share is
-COARSE, MEDIUM while u <= ROOMY M, and FINE while u <= SETTLED. Means of all tokens do not change by merging, so each
-set of tokens that joins at once is centred once. A merge is Chan's:
+Of the centroids in use, oldest first, every second one is a mover. A round offers each mover to its cheapest partner
+among the others, joins the cheapest offers, equal ones by age, and swaps the halves, until M are left. Means of all
+tokens do not change by merging, so each set of tokens that joins at once is centred once. A merge is Chan's:
 
     w = n_a / (n_a + n_b);   x_b += w (x_a - x_b);   spread_b += spread_a + n_b w mean((k_a - k_b)^2)
-
-in fp32; when a set has joined, means that are kept in bf16 are rounded as `Centroids.rounded` says.
 
 Rows of a working set stay where they are in scratch; `order` lists those in use by age, and every program that writes a
 row of a partner only reads rows of movers. So nothing is atomic, and the same tokens always give the same bits.

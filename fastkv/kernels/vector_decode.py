@@ -57,14 +57,11 @@ from ._attention import (
 from ._evicted import Terms, _moment_partial
 from ._launch import (
     MIN_ROWS,
-    Workspace,
     addressed,
     attention_slots,
     check_contiguous,
     check_decode,
-    check_like,
     check_rows,
-    check_token,
     decode_outputs,
     num_programs,
     num_sms,
@@ -72,6 +69,7 @@ from ._launch import (
     pool_of,
     pow2,
     stages,
+    workspace,
 )
 
 # padded head_dim -> slots, matrix rows, stages
@@ -361,20 +359,16 @@ def vector_decode_step(
     dtype of q or fp32, cos and sin in fp32. The position of the token is lengths + approx.lengths + count.
     """
     op, exact, approx, moments, recovery = "decode_step", state.exact, state.approx, state.moments, state.recovery
-    keys, values, starts = exact.keys, exact.values, exact.starts
-    assert approx is not None and recovery is not None and values is not None
+    assert approx is not None and recovery is not None
     if exact.bias is not None:
         raise FastKVError(
             f"{op} adds no bias beside tokens without values, got one {list(exact.bias.shape)}; use backend='reference'"
         )
-    groups = check_decode(op, q, state, addressed(op, keys, starts), addressed(op, values, starts), approx.keys)
-    stored, heads, slots, dim = addressed(op, keys, starts).shape
+    groups, stored, heads, slots, dim = check_decode(op, q, k, v, state, approx.keys)
     check_shape(op, "approx.keys", addressed(op, approx.keys, approx.starts), (stored, heads, None, dim))
     check_shape(op, "weight", recovery.weight, (heads, dim, dim))
     check_shape(op, "cos", recovery.cos, (None, dim // 2))
     known = Terms.of(op, spec.evicted(state), dim)
-    check_like(op, (heads * groups,), sink_logits=state.sink_logits)
-    check_token(op, q, k, v)
     check_contiguous(op, weight=recovery.weight, cos=recovery.cos, sin=recovery.sin)
     appended = ("positions",) if k is not None else ()
     pointers = StatePointers.of(
@@ -388,9 +382,7 @@ def vector_decode_step(
     splits, parts = (num_programs(2 * pairs, tier.limit, num_sms(q.device)) for tier in (exact, approx))
     pool = pool_of(batch, exact) + approx_pool
     collects = exact.attention is not None or approx.attention is not None
-    room = Workspace.of(state.scratch)
-    if room is None:
-        room = Workspace.for_state(heads * groups, state)
+    scratch = state.scratch or workspace(heads * groups, state)
     matrix = evicted.matrix_ptr
     tile, num_warps, num_stages = _constants(
         heads, groups, dim, splits, parts, q.dtype, None if matrix is None else matrix.dtype, on_hip()
@@ -398,8 +390,8 @@ def vector_decode_step(
     results = decode_outputs(q, out)
     _vector_decode_kernel[pairs, splits + parts + (known.order is not None)](
         TokenPointers.of(q, k, v), pointers, others, RecoveryPointers(recovery.weight, recovery.cos, recovery.sin),
-        evicted, results, room.parts, room.logits if collects else None, state.sink_logits, state.rows, page,
-        Sizes(slots, approx_slots, pool, approx_pool), Scaling(spec.scale, spec.softcap), TILE=tile, HIP=on_hip(),
+        evicted, results, PartPointers(*scratch[:4]), scratch[4] if collects else None, state.sink_logits, state.rows,
+        page, Sizes(slots, approx_slots, pool, approx_pool), Scaling(spec.scale, spec.softcap), TILE=tile, HIP=on_hip(),
         num_warps=num_warps, num_stages=stages(num_stages),
     )  # fmt: skip
     return tuple(results)

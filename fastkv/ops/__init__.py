@@ -53,9 +53,11 @@ decode_step = opaque(_step_outputs, changes=("state",))(by_spec(reference.decode
 def decode_into(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, state: LayerState, spec: Spec) -> None:
     """`decode_step`, whose attention is written into `out` [B, Hq, Dv]. Kernel: one launch, if that is contiguous."""
     if resolve(spec.backend, q.device) == "triton":
-        implementation("decode_into", "triton", q.device.type)(q, k, v, out, state, spec)
+        made, _, _ = implementation("decode_step", "triton", q.device.type)(q, k, v, state, spec, out)
     else:
-        out.copy_(decode_step(q, k, v, state, spec)[0])
+        made, _, _ = decode_step(q, k, v, state, spec)
+    if made is not out:
+        out.copy_(made)
 
 
 def decode_attention(
@@ -127,7 +129,7 @@ def workspace(num_heads: int, state: LayerState, spec: Spec, room: list[Tensor] 
     """
     if resolve(spec.backend, state.seen.device) != "triton":
         return []
-    return implementation("workspace", "triton", state.seen.device.type)(num_heads, state, spec, room)
+    return implementation("workspace", "triton", state.seen.device.type)(num_heads, state, room)
 
 
 def workspace_room(
@@ -141,7 +143,7 @@ def workspace_room(
     """
     if resolve(spec.backend, device) != "triton":
         return []
-    return implementation("workspace_room", "triton", device.type)(num_heads, state, spec, most, device)
+    return implementation("workspace_room", "triton", device.type)(num_heads, state, most, device)
 
 
 # Copies of the rows that a batch lives in, where they are pages: all tensors of the state in one launch, with blocks
@@ -324,15 +326,8 @@ def keydiff_scores(
 manifold_scores = opaque(_of_first)(by_keyword(reference.manifold_scores))
 
 
-@opaque(_of_first)
-def sketched_leverage(
-    keys: Tensor, sketch: Tensor | None, method: str, mask: Tensor | None, centre: bool, backend: str = "auto"
-) -> Tensor:
-    """`reference.sketched_leverage`. Kernel: two passes over the keys around a small Cholesky factorisation."""
-    if sketch is None or method not in ("cholesky", "srht"):  # the paper's ablation: torch.linalg on any device
-        backend = "reference"
-    function = implementation("sketched_leverage", backend, keys.device.type)
-    return function(keys, sketch, method, mask=mask, centre=centre)
+# Kernel: two passes over the keys around a small Cholesky factorisation.
+sketched_leverage = opaque(_of_first)(by_keyword(reference.sketched_leverage))
 
 
 def _sketch_output(keys: Tensor, columns: int, *rest: Any) -> Tensor:
@@ -373,7 +368,7 @@ def leverage_scores(
     else:
         random = None if isinstance(generator, int) else generator
         made = reference.make_sketch(pre_rope_keys, sketch_dim, method, random)
-    return sketched_leverage(pre_rope_keys, made, method, mask, centre, backend)
+    return sketched_leverage(pre_rope_keys, made, method, mask=mask, centre=centre, backend=backend)
 
 
 # Kernel: one launch up to chunks of 256.

@@ -30,16 +30,8 @@ Result = TypeVar("Result")
 FORMAT = "slots="  # before what names say of how slots are stored, if it is not plainly
 Block = tuple[Tensor, Tensor, Tensor]
 
-PLAIN = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    float: "float",
-    float | None: "float?",
-    int: "int",
-    int | None: "int?",
-    str: "str",
-    bool: "bool",
-}
+PLAIN: dict[Any, str] = {Tensor: "Tensor", float: "float", int: "int", str: "str", bool: "bool"}
+PLAIN |= {kind | None: f"{PLAIN[kind]}?" for kind in (Tensor, float, int)}
 RETURNS = {type(None): "()", Tensor: "Tensor", Selection: "(Tensor, Tensor)"}
 ATTRIBUTES = {
     kind: tuple(one.name for one in fields(kind) if one.name not in LayerState.BORROWED)
@@ -171,16 +163,6 @@ FORMS: dict[Any, Form] = {
 }
 
 
-def flat(kind: Any, argument: Any) -> tuple[Any, ...]:
-    """What an argument of that annotation becomes."""
-    return FORMS[kind].there(argument)
-
-
-def restored(kind: Any, parts: tuple[Any, ...]) -> Any:
-    """The inverse of `flat`."""
-    return FORMS[kind].back(*parts)
-
-
 @functools.cache
 def several_devices() -> bool:
     """Whether this process sees more than one GPU."""
@@ -240,7 +222,7 @@ def opaque(fake: Callable[..., Any], changes: tuple[str, ...] = ()) -> Callable[
             def call(*arguments: Any) -> Any:
                 given, start = [], 0
                 for kind, width in zip(kinds, widths):
-                    given.append(restored(kind, arguments[start : start + width]))
+                    given.append(FORMS[kind].back(*arguments[start : start + width]))
                     start += width
                 return wrapped(*given)
 
@@ -269,7 +251,7 @@ def opaque(fake: Callable[..., Any], changes: tuple[str, ...] = ()) -> Callable[
             rest = tuple(options.get(parameter, default) for parameter, default in defaults[len(arguments) :])
             given: list[Any] = []
             for kind, argument in zip(kinds, arguments + rest):
-                given.extend(flat(kind, argument))
+                given.extend(FORMS[kind].there(argument))
             result = registered(*given)
             return Selection(*result) if returned is Selection else result
 

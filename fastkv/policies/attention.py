@@ -4,7 +4,6 @@ window, less what later keys repeat (R-KV).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize, pad
 
 from .. import ops
-from ..errors import FastKVError
+from ..errors import FINITE, FastKVError, is_number
 from ..reference import check_pool, compute_dtype, position_order
 from ..reference.attention import masked_softmax
 from .base import Policy, Shares, Signals, check_at_least
@@ -121,7 +120,7 @@ class H2O(Policy):
     recent: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 <= self.recent <= 1:
+        if not is_number(self.recent, 0, 1):
             raise FastKVError(f"h2o: recent must be a share in [0, 1], got {self.recent!r}; the paper uses 0.5")
 
     @property
@@ -168,7 +167,7 @@ class RKV(SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.weight <= 1 or not math.isfinite(self.threshold):
+        if not is_number(self.weight, 0, 1) or not is_number(self.threshold, -FINITE, FINITE):
             raise FastKVError(
                 f"rkv: weight must be in [0, 1] and threshold finite, got {self.weight!r} and {self.threshold!r}; the "
                 "paper's code uses 0.1 and 0.5"

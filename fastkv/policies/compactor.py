@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..errors import FastKVError
+from ..errors import FINITE, FastKVError, is_number
 from ..reference import check_leverage, check_pool, known_or_mean, neighbour_mean
 from .base import Policy, Signals, check_at_least
 
@@ -102,6 +101,7 @@ class Leverage(Policy):
     def __post_init__(self) -> None:
         if self.sketch is not None:
             check_at_least(self, sketch=1)
+        check_at_least(self, seed=0)
         check_leverage(self.sketch, self.method)
         if self.sketch is not None and self.sketch > LARGEST_SKETCH and self.method in ("cholesky", "srht"):
             raise FastKVError(
@@ -154,7 +154,7 @@ class Compactor(NonCausal, Leverage):
     def __post_init__(self) -> None:
         NonCausal.__post_init__(self)
         Leverage.__post_init__(self)
-        if not 0 <= self.blend < math.inf:
+        if not is_number(self.blend, 0, FINITE):
             raise FastKVError(f"compactor: blend must be a finite weight of at least 0, got {self.blend!r}; try 0.3")
 
     def score(self, signals: Signals) -> Tensor:

@@ -4,7 +4,6 @@ a calibration text (TriAttention).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..errors import FastKVError
+from ..errors import FINITE, FastKVError, is_number
 from ..reference import compute_dtype, known_or_mean, z_scores
 from .base import Policy, Signals, check_at_least
 
@@ -43,7 +42,7 @@ class ExpectedAttention(Policy):
 
     def __post_init__(self) -> None:
         check_at_least(self, horizon=1, sinks=0)
-        if not 0 <= self.epsilon < math.inf:
+        if not is_number(self.epsilon, 0, FINITE):
             raise FastKVError(
                 f"{self.name}: epsilon must be a finite number of at least 0, got {self.epsilon!r}; try 0.01"
             )

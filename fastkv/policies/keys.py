@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from ..errors import FastKVError
+from ..errors import FastKVError, is_number
 from ..reference import check_keydiff, check_metric, compute_dtype, knorm_scores, position_order
 from .base import Policy, Shares, Signals, check_at_least
 
@@ -50,7 +50,7 @@ class KeyDiff(Policy):
     sliding_window: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.sliding_window <= 1:
+        if not is_number(self.sliding_window, 0, 1):
             raise FastKVError(
                 f"keydiff: sliding_window must be a share in [0, 1], got {self.sliding_window!r}; the paper uses 0.2"
             )

@@ -13,8 +13,8 @@ from pathlib import Path
 from torch import Tensor
 
 from .. import ops
-from ..errors import FastKVError
-from .base import Policy, Shares, Signals
+from ..errors import FastKVError, is_number
+from .base import Policy, Shares, Signals, check_at_least
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,9 @@ class Random(Policy):
     name = "random"
 
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_at_least(self, seed=0)
 
     def score(self, signals: Signals) -> Tensor:
         """Hash of seed, layer, head and position."""
@@ -70,6 +73,10 @@ class DuoAttention(Streaming):
 
     pattern: str | Path = ""
     threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not is_number(self.threshold):
+            raise FastKVError(f"duoattention: threshold must be a number, got {self.threshold!r}; the paper uses 0.5")
 
     @property
     def shares(self) -> Shares:

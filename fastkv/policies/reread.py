@@ -38,8 +38,9 @@ class KVzip(Policy):
 
     def __post_init__(self) -> None:
         check_at_least(self, chunk=1)
-        object.__setattr__(self, "prompt", tuple(self.prompt))
-        if not all(is_whole(token, 0) for token in self.prompt):
+        if isinstance(self.prompt, (list, tuple)):
+            object.__setattr__(self, "prompt", tuple(self.prompt))
+        if not isinstance(self.prompt, tuple) or not all(is_whole(token, 0) for token in self.prompt):
             raise FastKVError(
                 f"kvzip: prompt must hold token ids of at least 0, got {self.prompt!r}; pass tokenizer(...).input_ids"
             )

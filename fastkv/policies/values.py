@@ -4,6 +4,7 @@ move the layer's output most (CriticalKV).
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..errors import FastKVError
+from ..errors import FINITE, FastKVError, is_number
 from .base import MomentUse, Policy, Signals, check_at_least
 
 
@@ -108,14 +109,14 @@ class CriticalKV(Policy):
     name = "criticalkv"
     observation, moments, remember = map(_of_base, ("observation", "moments", "remember"))
     second_reading, shares, calibration = map(_of_base, ("second_reading", "shares", "calibration"))
-    waits = _of_base("waits")
+    waits, adaptive = map(_of_base, ("waits", "adaptive"))
 
     base: str | Policy = "snapkv"
     epsilon: float = 1e-4
     first: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 <= self.first <= 1 or not self.epsilon > 0:
+        if not is_number(self.first, 0, 1) or not is_number(self.epsilon, sys.float_info.min, FINITE):
             raise FastKVError(
                 f"criticalkv: first must be in [0, 1] and epsilon above 0, got {self.first!r} and {self.epsilon!r}; "
                 "the paper uses 0.5 and 1e-4"

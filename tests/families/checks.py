@@ -262,7 +262,7 @@ def static_steps(subject):
     model, ids, mask = subject.model, subject.ids, subject.mask
 
     def places(cache):
-        return [tensor.data_ptr() for _, layer in compressed(cache) for tensor in layer.changed()]
+        return [tensor.data_ptr() for tensor in cache.changed()]
 
     with patched(subject, static=False):
         cache = fastkv.FastKVCache(model)

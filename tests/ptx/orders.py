@@ -20,7 +20,7 @@ from fastkv.kernels import operations
 from fastkv.reference import Centroids, LayerState, Moments, Recovery, Selection, Slots
 
 from .. import states
-from ..states import Workspace, best_slots, copied, encoded, in_pages, in_slab, make_spec, make_state, splits
+from ..states import best_slots, copied, encoded, in_pages, in_slab, make_spec, make_state, splits
 
 BATCH, HEADS, G = 2, 2, 2
 OWNED = [[3, 9], [8, 1]]  # slots per (sequence, head)
@@ -48,17 +48,16 @@ class Problem:
 
     state: LayerState
     call: Callable[[LayerState], tuple[Tensor, ...]]
-    room: Workspace
+    room: list[Tensor]
 
     def outcome(self, seed: int) -> dict[str, Tensor]:
         """Results and the state afterwards, from scratch that the seed poisons."""
         state = copied(self.state)
-        room = self.room
-        poison([one for one in (room.accs, room.tops, room.totals, room.logits) if one is not None], seed)
-        state.scratch = room.tensors()
+        state.scratch = self.room
+        poison([one for one in self.room if one.is_floating_point()], seed)
         with states.uninitialised_is_nan():
             results = self.call(state)
-        assert not room.tickets.any(), "tickets are left for the next launch"
+        assert not self.room[3].any(), "tickets are left for the next launch"
         return dict(enumerate(results)) | dict(state.named_tensors())
 
 
@@ -112,7 +111,7 @@ def decoding(
             return operations.decode_step(q, k[:, :, None], v[:, :, None], state, spec)
 
     with splits(number):
-        room = Workspace.for_state(HEADS * G, state)
+        room = states.workspace(HEADS * G, state)
     return Problem(state, call, room)
 
 
@@ -130,7 +129,7 @@ def evicting(dim: int, ragged: bool, rows: list[int] | None = None, **made):
         operations.compact(*chosen, None, None, state, spec)
         return ()
 
-    return Problem(state, call, Workspace.for_state(HEADS * G, state))
+    return Problem(state, call, states.workspace(HEADS * G, state))
 
 
 def compacting(dim: int, slots: str = "model", **made):
@@ -156,7 +155,7 @@ def compacting(dim: int, slots: str = "model", **made):
             operations.compact(valid, Selection(kept, kept.sum(-1)), (*block, places), None, state, make_spec())
         return ()
 
-    return Problem(state, call, Workspace.for_state(HEADS * G, state))
+    return Problem(state, call, states.workspace(HEADS * G, state))
 
 
 CASES = {

@@ -72,21 +72,6 @@ WHOLE_ONLY = {
 }
 
 
-def refusal(types: list[str]) -> str | None:
-    """Why a model of these types, its own and its language model's, cannot be patched; None if nothing is known."""
-    return next((f"{name} is not supported: {REFUSED[name]}" for name in types if name in REFUSED), None)
-
-
-def whole_only(types: list[str]) -> str | None:
-    """Why a model of these types cannot read a prompt in blocks; None if nothing is known."""
-    return next((f"{name} reads prompts whole only: {WHOLE_ONLY[name]}" for name in types if name in WHOLE_ONLY), None)
-
-
-def is_tested_here(model_type: str) -> bool:
-    """Whether a type is tested, with the transformers that is installed: one that is older may do something else."""
-    return model_type in TESTED and Version(transformers.__version__).release[:2] >= Version(TESTED_WITH).release[:2]
-
-
 def _pickled(method: types.MethodType) -> Any:
     """As pickle does it by itself, but for a patched model, whose methods a loaded one would not have."""
     if "_fastkv_undo" in getattr(method.__self__, "__dict__", ()):
@@ -134,13 +119,11 @@ def check(model: Module, config: Config, runs: bool = True) -> list[Module]:
     if getattr(model_config, "is_encoder_decoder", False):
         raise FastKVError(f"patch needs a decoder-only model, got {type(model).__name__} with an encoder; use another")
     text = model_config.get_text_config(decoder=True)
-    types = list(dict.fromkeys([model_config.model_type, text.model_type]))
-    refused = refusal(types)
-    if refused is not None:
-        raise FastKVError(f"{refused}; use the model without fastkv")
-    whole = whole_only(types)
-    if whole is not None and config.prefill_block is not None:
-        raise FastKVError(f"{whole}; use prefill_block=None")
+    for name in (model_config.model_type, text.model_type):
+        if name in REFUSED:
+            raise FastKVError(f"{name} is not supported: {REFUSED[name]}; use the model without fastkv")
+        if name in WHOLE_ONLY and config.prefill_block is not None:
+            raise FastKVError(f"{name} reads prompts whole only: {WHOLE_ONLY[name]}; use prefill_block=None")
     grown = growing(model)
     if grown is not None and config.prefill_block is not None:
         raise FastKVError(
@@ -191,7 +174,8 @@ def check(model: Module, config: Config, runs: bool = True) -> list[Module]:
             f"Budget(quality=...) reads how predictable a prompt is from its logits, but {type(model).__name__} has no "
             "output embeddings; load the model with AutoModelForCausalLM"
         )
-    if runs and not is_tested_here(model_config.model_type):
+    here, tested = (Version(one).release[:2] for one in (transformers.__version__, TESTED_WITH))
+    if runs and (model_config.model_type not in TESTED or here < tested):  # an older one may do something else
         _check_agreement(model, list(chosen.values()), config)
     return list(chosen.values())
 
@@ -217,13 +201,13 @@ def _check_base(module: Module, base: str, where: str, vouched: bool) -> None:
 
 def _check_attention(module: Module, config: Config, where: str) -> None:
     """Raise FastKVError unless a compressed cache can stand in for the keys of an attention module."""
-    unhandled = modules.unhandled(module)
+    unhandled = next((what for keyword, what in modules.UNHANDLED.items() if modules.passes(module, keyword)), None)
     if unhandled is not None:
         raise FastKVError(
             f"the attention of {where} depends on {unhandled}, expected queries and keys only; use the model without "
             "fastkv"
         )
-    if not modules.is_causal(module):
+    if getattr(module, "is_causal", True) is False:
         raise FastKVError(
             f"{where} attends to later tokens too, expected causal attention; use the model without fastkv"
         )

@@ -159,19 +159,6 @@ def refuse_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> NoReturn
     )
 
 
-def _without_autocast(
-    dtype: torch.dtype, module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **how: Any
-) -> tuple[Tensor, Tensor | None]:
-    """`fastkv_attention` of queries, keys and values in autocast's dtype, and of nothing else."""
-    if modules.is_latent(module) and module.kv_b_proj.weight.dtype != dtype:  # type: ignore[union-attr]
-        raise FastKVError(
-            f"{_named(module)} caches latents (MLA), which are not compressed under autocast to another dtype than the "
-            f"model's; load the model in {dtype}"
-        )
-    with torch.autocast(query.device.type, enabled=False):
-        return fastkv_attention(module, query.to(dtype), key.to(dtype), value.to(dtype), mask, **how)
-
-
 def fastkv_attention(
     module: Module,
     query: Tensor,
@@ -193,8 +180,16 @@ def fastkv_attention(
     Returns: output [B, T, Hq, Dv] and None (compressed attention yields no weights).
     """
     if fastkv_layer is not None and (dtype := autocast_dtype(query)) is not None:
-        return _without_autocast(dtype, module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
-                                 softcap=softcap, s_aux=s_aux, fastkv_layer=fastkv_layer, **kwargs)  # fmt: skip
+        # Queries, keys and values are cast, and nothing else.
+        if modules.is_latent(module) and module.kv_b_proj.weight.dtype != dtype:  # type: ignore[union-attr]
+            raise FastKVError(
+                f"{_named(module)} caches latents (MLA), which are not compressed under autocast to another dtype than "
+                f"the model's; load the model in {dtype}"
+            )
+        cast = query.to(dtype), key.to(dtype), value.to(dtype)
+        how: Any = dropout, scaling, softcap, s_aux, fastkv_layer
+        with torch.autocast(query.device.type, enabled=False):
+            return fastkv_attention(module, *cast, attention_mask, *how, **kwargs)
     if kwargs.get("cache") is not None:
         refuse_continuous_batching(module)
     has_latents = modules.is_latent(module)  # key and value are then what `modules.unexpanded` makes

@@ -91,10 +91,8 @@ class FastKVCache(Cache):
         compressed = [i for i, one in enumerate(self.layers) if isinstance(one, FastKVLayer)]
         if layer not in compressed:
             raise FastKVError(f"layer {layer} is not compressed; the compressed layers are {compressed}")
-        state: LayerState | None = self.layers[layer].state
-        if state is None:
-            raise FastKVError(f"layer {layer} is empty; run the model with this cache first")
-        return state
+        state, _ = self.layers[layer].cache.held()
+        return state  # type: ignore[no-any-return]
 
     def layer_of(self, index: int) -> Any:
         """The layer whose keys and values layer `index` of the model attends to: its own, or that which it shares."""
@@ -148,8 +146,11 @@ class FastKVCache(Cache):
         """All tensors that a decode step changes, if the cache is static."""
         found: list[Tensor] = []
         for layer in self.layers:
-            own = isinstance(layer, (FastKVLayer, WindowLayer))
-            found += layer.changed() if own else stock.tensors(layer).values()
+            found += stock.tensors(layer).values()
+            if isinstance(layer, FastKVLayer):
+                found += [layer.seen, *(tensor for _, tensor in layer.cache.held()[0].named_tensors())]
+            elif isinstance(layer, WindowLayer) and layer.counts:  # one of those that share a ring
+                found += [layer.ring.seen, layer.ring.place, layer.ring.real]
         return found
 
     def activate_past_recording(self) -> None:
@@ -202,8 +203,7 @@ class FastKVCache(Cache):
         """Positions [B, T] of the next `num` tokens, which are text; padding [B, tokens so far] is 0 for padding."""
         first = self.compressed[0]
         first.cache.accept()
-        state = first.state
-        assert state is not None
+        state, _ = first.cache.held()
         new = torch.arange(num, device=state.seen.device).expand(len(state.seen), -1)
         if padding is not None:
             new = (padding[:, -num:].long().cumsum(-1) - 1).clamp(min=0)

@@ -61,12 +61,10 @@ def capture_decode(model: Module, cache: FastKVCache, batch_size: int) -> Decode
             "the heads of a loaded cache get other slots at its next eviction, got none since; run the model for "
             f"{config.evict_every} tokens first"
         )
-    if not first.cache.started and (config.budget.follows_prompt or config.deferred):
-        raise FastKVError("the size of this cache depends on its prompt, got an empty cache; read the prompt first")
-    if not first.cache.started and config.budget.shared is not None and config.budget.context is None:
+    if not first.cache.started and (config.budget.needs_prompt or config.deferred):
         raise FastKVError(
-            "heads share slots as the length of the text demands, got an empty cache; give Budget(context=...), the "
-            "length that they are for, or read a prompt first"
+            "the size of this cache depends on its prompt, got an empty cache; read the prompt first, or give "
+            "Budget(context=...) for calibrated heads"
         )
     return DecodeStep(model, cache, batch_size)
 
@@ -130,8 +128,7 @@ class DecodeStep:
         logits = self.replay[following.evicts]()
         clock.now = following
         for layer in self.cache.compressed:
-            assert layer.state is not None
-            layer.state.fill()
+            layer.cache.held()[0].fill()
         return logits
 
     @property

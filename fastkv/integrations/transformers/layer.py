@@ -150,20 +150,17 @@ class FastKVLayer(CacheLayerMixin):
         self._arrive()
         if not self.reader.differentiates:
             q, k, v = q.detach(), k.detach(), v.detach()
-        if not isinstance(self.reader, HeldPrompt) and not self._fits(k):
-            self._check(q, k, v)
+        state, config = self.cache.state, self.cache.config
+        has_slots = state is not None and (self.cache.started or len(state.seen) == len(k))
+        if not isinstance(self.reader, HeldPrompt) and not has_slots:
+            sizes = k.shape[-1], q.shape[1] // k.shape[1], v.shape[-1], self.cache.plan.latent
+            check_backend(config.backend, k.device, k.dtype, *sizes, config.slots.name)  # whatever the module said
             self.cache.allocate(q.shape[1], k, v, max(self.expected, k.shape[2]))
             self._fix()
         elif not self.cache.static:
             self.cache.deal(max(self.seen, self.expected), GROWTH if self.cache.records else 1.0)
         self.reader.configure(how)
         return self.reader.read(q, k, v, valid, stock)
-
-    def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Raise FastKVError unless these tensors are of a kind that the backend can serve, whatever the module said."""
-        config, groups, latent = self.cache.config, q.shape[1] // k.shape[1], self.cache.plan.latent
-        sizes = k.shape[-1], groups, v.shape[-1], latent
-        check_backend(config.backend, k.device, k.dtype, *sizes, config.slots.name)
 
     def attend_shared(self, q: Tensor, how: Attends, stock: Stock) -> Tensor:
         """Attention of another layer, after this one's, to the same keys and values: [B, Hq, <= T, Dv].
@@ -174,11 +171,6 @@ class FastKVLayer(CacheLayerMixin):
             return self.cache.step_shared(q.detach(), how)
         return self.reader.attend_shared(q.detach(), how, stock)
 
-    def _fits(self, k: Tensor) -> bool:
-        """Whether there are slots for as many sequences as k [B, ...] has."""
-        state = self.cache.state
-        return state is not None and (self.cache.started or len(state.seen) == len(k))
-
     def _fix(self) -> None:
         """Let the length of a static cache be a tensor that stays where it is."""
         if self.cache.static:
@@ -188,8 +180,7 @@ class FastKVLayer(CacheLayerMixin):
 
     def adopted(self, seen: int, rolls_back: bool, dtype: torch.dtype) -> None:
         """The cache has adopted a saved state of so many tokens; dtype: of the model."""
-        state = self.cache.state
-        assert state is not None
+        state, _ = self.cache.held()
         self.lazy_initialization(state.exact.keys)
         self.dtype, exact = dtype, state.exact
         if not self.cache.plan.latent:  # transformers' are of other sizes
@@ -198,11 +189,6 @@ class FastKVLayer(CacheLayerMixin):
         self._fix()
         if rolls_back:
             self.activate_past_recording()
-
-    def changed(self) -> list[Tensor]:
-        """All tensors that a decode step changes, if static."""
-        assert self.state is not None
-        return [self.seen, *(tensor for _, tensor in self.state.named_tensors())]
 
     # A first prompt that is held in full until all layers have read it.
 
@@ -244,11 +230,6 @@ class FastKVLayer(CacheLayerMixin):
         """From now on a forward is committed only by the next `crop`, or by the forward after it."""
         self.cache.records = True
 
-    def commit_block(self) -> None:
-        """Accept what may be rolled back, and the next block too: only the last one of a prompt can be taken back."""
-        self.cache.accept()
-        self.cache.records = False
-
     def crop(self, tokens_to_remove: int) -> None:
         """Roll back the last -tokens_to_remove tokens; a positive number is the length to keep (until 5.12)."""
         drop = max(self.seen - tokens_to_remove, 0) if tokens_to_remove > 0 else -tokens_to_remove
@@ -267,6 +248,7 @@ class FastKVLayer(CacheLayerMixin):
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a change of the batch axis to every tensor; what may be rolled back is accepted."""
+        stock.map_batch(self, change)
         if self.state is not None:
             self.cache.accept()
             self.cache.map_batch(change)
@@ -282,6 +264,7 @@ class FastKVLayer(CacheLayerMixin):
         twin.reader = twin.cache
         if self.reader is not self.cache:
             twin.reader = copy.deepcopy(self.reader, {id(self.cache): twin.cache})
+        stock.separate(twin)
         return twin
 
     def reset(self) -> None:
@@ -316,21 +299,6 @@ class HybridLayer(FastKVLayer, LinearAttentionLayer):  # type: ignore[misc]
     def activate_past_recording(self) -> None:
         """Not supported: a state of linear attention has no past to go back to."""
         raise FastKVError("a model with linear attention cannot take tokens back; decode without an assistant")
-
-    def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply a change of the batch axis to every tensor."""
-        stock.map_batch(self, change)
-        super().map_batch(change)
-
-    def copied(self, workspace: CacheWorkspace) -> FastKVLayer:
-        """An independent copy, one of the layers of that workspace."""
-        twin = super().copied(workspace)
-        stock.separate(twin)
-        return twin
-
-    def changed(self) -> list[Tensor]:
-        """All tensors that a decode step changes, if static."""
-        return [*super().changed(), *stock.tensors(self).values()]
 
     def reset(self) -> None:
         """Forget the sequence."""
@@ -401,10 +369,6 @@ class WindowLayer(DynamicSlidingWindowLayer):
         ring.counted = True
         self.key_room: Tensor | None = None
         self.value_room: Tensor | None = None
-
-    def changed(self) -> list[Tensor]:
-        """All tensors that a decode step changes."""
-        return [self.keys, self.values, self.ring.seen, self.ring.place, self.ring.real]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store new keys and values [B, Hkv, T, D]; returns those that the new tokens see."""

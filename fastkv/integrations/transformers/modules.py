@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from types import CodeType
 from typing import Any
 
@@ -88,26 +87,15 @@ def _placed(model: Module) -> Iterator[tuple[int, Module]]:
             yield layer, module
 
 
-@cache
-def _code(kind: Any) -> CodeType:
-    code: CodeType = inspect.unwrap(kind.forward).__code__
-    return code
-
-
 def _forward(module: Module) -> CodeType:
     """The code of its forward, whatever wraps it."""
-    kind: Any = type(module)
-    return _code(kind)
+    forward: Any = inspect.unwrap(type(module).forward)
+    return forward.__code__  # type: ignore[no-any-return]
 
 
 def passes(module: Module, keyword: str) -> bool:
     """Whether the forward of an attention module calls something, the attention interface, with that keyword."""
     return any(keyword in names for names in _forward(module).co_consts if isinstance(names, tuple))
-
-
-def unhandled(module: Module) -> str | None:
-    """What the attention of a module depends on that a compressed cache cannot know; None for nothing."""
-    return next((what for keyword, what in UNHANDLED.items() if passes(module, keyword)), None)
 
 
 def sinks(module: Module) -> str | None:
@@ -126,11 +114,6 @@ def softcap(module: Module) -> str | None:
 def is_cross(module: Module) -> bool:
     """Whether the keys of an attention module are another model's: of an image, which its tokens do not add to."""
     return "cross_attention_states" in _forward(module).co_varnames
-
-
-def is_causal(module: Module) -> bool:
-    """Whether tokens see earlier ones only."""
-    return getattr(module, "is_causal", True) is not False
 
 
 def sources(model: Module) -> dict[int, int]:
@@ -170,8 +153,9 @@ class Sizes:
         key_dim = next((dim for name in HEAD_DIMS if (dim := getattr(known, name, None))), None)
         key_dim = key_dim or known.config.hidden_size // known.config.num_attention_heads
         groups, value_dim = getattr(known, "num_key_value_groups", None) or 1, getattr(known, "v_head_dim", None)
-        if is_latent(module):
-            groups, key_dim, value_dim = latent_sizes(module)
+        if is_latent(module):  # all query heads share one key: the latent, which is the value, then the rotated part
+            groups = known.kv_b_proj.weight.shape[0] // (known.qk_nope_head_dim + known.v_head_dim)
+            key_dim, value_dim = known.kv_lora_rank + known.qk_rope_head_dim, known.kv_lora_rank
         weights = list(module.parameters())
         return cls(
             groups=groups,
@@ -233,14 +217,6 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # not fl
 def is_latent(module: Module) -> bool:
     """Whether what an attention module caches is a latent that it expands to keys and values itself."""
     return hasattr(type(module), "expand_kv")
-
-
-def latent_sizes(module: Any) -> tuple[int, int, int]:
-    """Query heads of a module, all of which share the one latent; numbers of a cached key, the latent and then the
-    rotated part; and of the latent, which is the value, too.
-    """
-    heads = module.kv_b_proj.weight.shape[0] // (module.qk_nope_head_dim + module.v_head_dim)
-    return heads, module.kv_lora_rank + module.qk_rope_head_dim, module.kv_lora_rank
 
 
 def check_latents(module: Any, where: str) -> None:

@@ -110,11 +110,11 @@ def taken_from(given: dict[str, Any], start: int, end: int, total: int) -> dict[
     return taken
 
 
-def later_tokens(mask: Any, num: int) -> Tensor | None:
-    """Which later tokens of a block of `num` its tokens see, [B, T, T] bool, by a 4-D mask; None by any other."""
+def seen_in(mask: Any, num: int) -> Tensor | None:
+    """Which tokens of a block of `num` its tokens see, [B, T, T] bool, by a 4-D mask; None by any other."""
     if not isinstance(mask, Tensor) or mask.ndim != 4:
         return None
-    return stock.seen(mask[:, 0, -num:, -num:]).triu(1)
+    return stock.seen(mask[:, 0, -num:, -num:])
 
 
 # Whole, or in blocks that cut no image whose tokens see each other.
@@ -185,20 +185,18 @@ def _read(decoder: Any, cache: FastKVCache, given: dict[str, Any], left: int, nu
     if cache.started:  # without a past the stock attention follows the mask
         mask = given.get("attention_mask")
         mask = mask.get("full_attention") if isinstance(mask, dict) else mask
-        _check_causal(mask, num)
-        ahead = later_tokens(mask, num)
-        shared.ahead = None if ahead is None or not bool(ahead.any()) else ahead
+        seen = seen_in(mask, num)
+        if seen is not None:
+            _check_causal(seen)
+            shared.ahead = ahead if bool((ahead := seen.triu(1)).any()) else None
     try:
         return decoder._fastkv_decoder_forward(**given)
     finally:
         shared.ahead = shared.real = None
 
 
-def _check_causal(mask: Any, num: int) -> None:
-    """Raise FastKVError if a 4-D mask hides an earlier real token of a block of `num` from a later one. One sync."""
-    if not isinstance(mask, Tensor) or mask.ndim != 4:
-        return
-    seen = stock.seen(mask[:, 0, -num:, -num:])
+def _check_causal(seen: Tensor) -> None:
+    """Raise FastKVError if an earlier real token of a block is hidden from a later one, see `seen_in`. One sync."""
     real = seen.diagonal(dim1=-2, dim2=-1)
     if bool((~seen & real[:, None] & real[..., None]).tril().any()):
         raise FastKVError(
@@ -219,8 +217,9 @@ def _read_blocks(decoder: Any, cache: FastKVCache, given: dict[str, Any], total:
     for start, end, mask in _blocks(cache, total, recording):
         if recording:
             for layer in compressed:
-                layer.commit_block()
-                if end == total:
+                layer.cache.accept()
+                layer.cache.records = False
+                if end == total:  # only the last block can be taken back
                     layer.activate_past_recording()
         part = taken_from(given, start, end, total)
         if prompt.masks is not None:
@@ -256,8 +255,8 @@ def _uncut(masks: PreparedMasks, start: int, end: int) -> tuple[int, Any]:
     while True:
         stop = min(start + size + 1, masks.total)  # one token more shows whether the last one sees it
         made, num = masks.part(start, stop), stop - start
-        found = [later_tokens(mask, num) for mask in (made.values() if isinstance(made, dict) else [made])]
-        cuts = _cuts([ahead for ahead in found if ahead is not None], num)
+        found = [seen_in(mask, num) for mask in (made.values() if isinstance(made, dict) else [made])]
+        cuts = _cuts([seen.triu(1) for seen in found if seen is not None], num)
         cuts = cuts if stop == masks.total else cuts[cuts < num]
         if len(cuts):
             fitting = cuts[cuts <= end - start]

@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -73,27 +73,10 @@ def unchanged(model: Module) -> Iterator[None]:
                     buffer.copy_(held)
 
 
-@dataclass(frozen=True)
-class Embedding:
-    """A rotary embedding as transformers describes it.
-
-    Attributes:
-        kind: name of the rule its frequencies follow.  frequencies: [R/2] fp32.  scaling: factor on cos and sin.
+def embeddings(decoder: Module) -> list[tuple[str, Rotary]]:
+    """All rotary embeddings of a stack of layers, each with the name of the rule that its frequencies follow; modules
+    may hold several, one for each type of layer.
     """
-
-    kind: str
-    frequencies: Tensor
-    scaling: float
-
-    def turns(self, dim: int) -> list[Rotary]:
-        """The ways in which it may turn a head of `dim`: whole, its first or its last dimensions, in either pairing."""
-        size = 2 * self.frequencies.numel()
-        starts = [0] if size == dim else [0, -size] if size < dim else []
-        return [Rotary(self.frequencies, self.scaling, pairs, start) for start in starts for pairs in (False, True)]
-
-
-def embeddings(decoder: Module) -> list[Embedding]:
-    """All rotary embeddings of a stack of layers; modules may hold several, one for each type of layer."""
     found = []
     for module in decoder.modules():
         for name, frequencies in module.named_buffers(recurse=False):
@@ -103,13 +86,13 @@ def embeddings(decoder: Module) -> list[Embedding]:
             kind: Any = getattr(module, "rope_type", "default")
             kind = kind.get(prefix.removesuffix("_"), "default") if isinstance(kind, dict) else kind
             scaling: Any = getattr(module, f"{prefix}attention_scaling", 1.0)
-            found.append(Embedding(kind, frequencies.to(torch.float32, copy=True), float(scaling)))
+            found.append((kind, Rotary(frequencies.to(torch.float32, copy=True), float(scaling))))
     return found
 
 
 def growing(model: Module) -> str | None:
     """The kind of a model's rotary embedding whose frequencies change with the length, None without any."""
-    return next((one.kind for one in embeddings(model) if one.kind in GROWING), None)
+    return next((kind for kind, _ in embeddings(model) if kind in GROWING), None)
 
 
 def rotations(model: Module, layers: Iterable[int], halves: bool = False) -> dict[int, Rotary]:
@@ -135,9 +118,12 @@ def rotations(model: Module, layers: Iterable[int], halves: bool = False) -> dic
     for layer in layers:
         before, after = _keys(first[layer], later[layer])
         dim, what = before.shape[-1], f"layer {layer} of {type(model).__name__}"
-        if dim not in ways:
-            turning = [(one.kind, way) for one in known for way in one.turns(dim)]
-            ways[dim] = [("default", Rotary.still(dim)), *turning]
+        if dim not in ways:  # it may turn all of a head, its first or its last dimensions, in either pairing, or none
+            ways[dim] = [("default", Rotary(torch.zeros(dim // 2, device="cpu")))]
+            for kind, rotary in known:
+                starts = [0] if rotary.size == dim else [0, -rotary.size] if rotary.size < dim else []
+                turns = [replace(rotary, interleaved=pairs, start=start) for start in starts for pairs in (False, True)]
+                ways[dim] += [(kind, turn) for turn in turns]
         kind, rotary = _explained(what, before, after, ways[dim])
         if kind not in FIXED:
             raise FastKVError(

@@ -39,10 +39,7 @@ STOCK = "stock."  # before the names of what a compressed layer keeps for transf
 
 
 def write(path: str | os.PathLike[str], cache: FastKVCache) -> None:
-    """Save a cache; whoever reads `path` sees the old file or the whole new one.
-
-    Raises: FastKVError if the cache is empty, awaits a roll-back or is of several processes, or if writing fails.
-    """
+    """Save a cache, see `FastKVCache.save`."""
     _check_alone(cache)
     deltas = cache.rope_deltas
     tensors: dict[str, Tensor] = {} if deltas is None else {DELTAS: deltas.cpu().contiguous()}
@@ -51,7 +48,7 @@ def write(path: str | os.PathLike[str], cache: FastKVCache) -> None:
         compressed = isinstance(layer, FastKVLayer)
         if compressed and layer.state is None:
             raise FastKVError("an empty cache cannot be saved; run the model with it first")
-        entries.append(stock.numbers(layer) | (_numbers(layer, layer.state) if compressed else {}))
+        entries.append(stock.numbers(layer) | (_numbers(layer) if compressed else {}))
         held = dict(layer.state.named_tensors()) if compressed else {}
         held |= {f"{STOCK if compressed else ''}{name}": one for name, one in stock.tensors(layer).items()}
         tensors |= {f"{index}.{name}": tensor.detach().cpu().contiguous() for name, tensor in held.items()}
@@ -76,20 +73,19 @@ def _check_alone(cache: FastKVCache) -> None:
         )
 
 
-def _numbers(layer: FastKVLayer, state: LayerState) -> dict[str, int]:
+def _numbers(layer: FastKVLayer) -> dict[str, int]:
     """What the host knows of a compressed layer."""
     if layer.cache.pending is not None:
         raise FastKVError(
             "the last tokens of this cache may still be rolled back, so there is no state to save yet; accept them "
             "with cache.crop(0) first"
         )
-    cache = layer.cache
-    assert cache.rule is not None
+    cache, (state, rule) = layer.cache, layer.cache.held()
     entry = {"seen": int(layer.seen), "steps": cache.workspace.clock.now.steps, "recording": int(layer.is_croppable)}
-    for name, numbers in (("tokens", cache.rule.layout.tokens), ("approx", cache.rule.layout.approx)):
+    for name, numbers in (("tokens", rule.layout.tokens), ("approx", rule.layout.approx)):
         entry |= {f"{name}.{head}": number for head, number in enumerate(numbers)}
-    if cache.rule.layout.shared:
-        entry |= {"average": cache.average, "context": cache.context, "mean": cache.rule.layout.mean}
+    if rule.layout.shared:
+        entry |= {"average": cache.average, "context": cache.context, "mean": rule.layout.mean}
     for name, slots in state.tiers.items():
         entry |= {f"{name}.filled": slots.filled, f"{name}.limit": slots.limit}
     if cache.plan.latent:
@@ -138,11 +134,7 @@ def _digest(words: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def read(path: str | os.PathLike[str], cache: FastKVCache, model: Any) -> None:
-    """Fill a new cache of a model with what `write` saved.
-
-    Raises: FastKVError if the file cannot be read, is damaged or of something else, was written by a newer fastkv, or
-        if the model or how it is patched differs; layers may then be half filled.
-    """
+    """Fill a new cache of a model with what `write` saved, see `FastKVCache.load`; half filled after an error."""
     _check_alone(cache)
     file, known, layers, dtype = _File.open(path), cache.model_config, cache.layers, model.dtype
     if file.header.get("fingerprint") != fingerprint(known):

@@ -175,7 +175,8 @@ class Compression:
             pages = dict.fromkeys(pages, max(pages.values()))
         for name, layer in compressed(self.vllm_config).items():
             if layer.attn_backend.page is None:
-                layer.attn_backend = with_pages(layer.attn_backend, pages[name])
+                base = layer.attn_backend  # of the same name, by which vLLM groups layers
+                layer.attn_backend = type(base.__name__, (base,), {"page": pages[name], "__module__": base.__module__})
                 for number, kind in enumerate(self.classes):  # as buffers, which vLLM brings back after sleep
                     fitted = self.rules(kind)[name].layer
                     turning = None if fitted.rotary is None else fitted.rotary.frequencies
@@ -188,11 +189,6 @@ def compressed(vllm_config: Any) -> dict[str, Any]:
     """The layers of the model that have a compressed cache, in order."""
     layers = get_layers_from_vllm_config(vllm_config, Attention)
     return {name: layer for name, layer in layers.items() if isinstance(layer.impl, FastKVImpl)}
-
-
-def with_pages(backend: type[AttentionBackend], nbytes: int) -> Any:
-    """That backend for a layer with pages of so many bytes; of the same name, by which vLLM groups layers."""
-    return type(backend.__name__, (backend,), {"page": nbytes, "__module__": backend.__module__})
 
 
 class BatchBuilder(AttentionMetadataBuilder[Batch]):

@@ -152,7 +152,8 @@ class Batcher:
         pages, starts = m.block_table_tensor[:, 0], m.query_start_loc_cpu.tolist()
         counts = [stop - start for start, stop in zip(starts, starts[1:])]
         seen = to_host(m.seq_lens) if m.seq_lens_cpu_upper_bound is None else m.seq_lens_cpu_upper_bound.tolist()
-        reading = self._reading(m.is_prefilling.tolist(), counts, seen)
+        prefilling, least = m.is_prefilling.tolist(), 2 if self.singles else 1
+        reading = dict.fromkeys(i for i, count in enumerate(counts) if count >= least and prefilling[i])  # in order
         steps = [i for i, count in enumerate(counts) if count and i not in reading]
         begins = [i for i, count in enumerate(counts) if 0 < count == seen[i]]
         if m.req_idx is None:
@@ -160,7 +161,10 @@ class Batcher:
             self.pages.update((names[i], names[i]) for i in (*reading, *begins))
         else:
             names = known = m.req_idx.tolist()
-            self._meet(names, list(dict.fromkeys((*begins, *reading))) if self.copies and reading else begins, pages)
+            new = list(dict.fromkeys((*begins, *reading))) if self.copies and reading else begins
+            if new:  # of those that go on the pages are known
+                asked = to_host(pages.index_select(0, *to_device([new], pages.device)))
+                self.pages.update((names[i], page) for i, page in zip(new, asked))
         for i in (*reading, *begins):
             self.clock.read(names[i], seen[i])
         due = {steps[j] for j in self.clock.due([names[i] for i in steps], [seen[i] for i in steps])}
@@ -188,19 +192,6 @@ class Batcher:
                 lengths, before = zip(*((counts[i], seen[i] - counts[i]) for i in read[start:stop]))
                 part.prompts.append(PagedBlocks.of(lengths, before, [one[start:stop] for one in prompts]))
         return found
-
-    def _reading(self, prefilling: Sequence[bool], counts: Sequence[int], seen: Sequence[int]) -> dict[int, None]:
-        """Places of the sequences whose prompts are read, in order."""
-        found = [i for i, count in enumerate(counts) if count and prefilling[i]]
-        if self.singles:
-            found = [i for i in found if counts[i] > 1]
-        return dict.fromkeys(found)
-
-    def _meet(self, names: Sequence[int], new: list[int], pages: Tensor) -> None:
-        """Ask for the pages of the sequences at these places, which begin; of those that go on they are known."""
-        if new:
-            found = to_host(pages.index_select(0, *to_device([new], pages.device)))
-            self.pages.update((names[i], page) for i, page in zip(new, found))
 
     def _check(self, reading: Collection[int], counts: Sequence[int], seen: Sequence[int]) -> None:
         """Raise FastKVError unless what is read of prompts are blocks, one of each."""

@@ -83,22 +83,16 @@ class Menu:
         if name == BUDGET:
             if not is_whole(value, self.least) or value > self.most:
                 raise ValueError(f"{name} must be a number of tokens from {self.least} to {self.most}, got {value!r}")
-            return self._granted(value)
-        if not is_number(value) or not 0 < value <= 1:
+        elif not is_number(value) or not 0 < value <= 1:
             raise ValueError(f"{name} must be a share of the prompt in (0, 1], got {value!r}; 0.25 keeps a quarter")
-        return self._granted(ceil(value * prompt))
+        tokens = value if name == BUDGET else ceil(value * prompt)
+        return next((size for size in self.sizes if size >= tokens), None)
 
     @property
     def sizes(self) -> range:
         """All numbers of tokens that a request can be granted, but for the server's own."""
         part = ceil(self.most / PARTS) or 1
         return range(ceil(self.least / part) * part, self.most, part) if self.classes is not None else range(0)
-
-    def _granted(self, tokens: int) -> Kind:
-        """The next sixteenth of what the server keeps, None for all of it."""
-        part = ceil(self.most / PARTS)
-        found = max(ceil(tokens / part) * part, ceil(self.least / part) * part)
-        return found if found < self.most else None
 
 
 class RequestArguments(LogitsProcessor, NewerProcessor):
