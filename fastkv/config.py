@@ -115,7 +115,8 @@ class Config:
             )
         if self.prefill_block is not None and self.deferred:
             raise FastKVError(
-                f"{self.deferred} needs the whole context before anything is evicted; leave prefill_block out"
+                f"{self.deferred} needs the whole context before anything is evicted, got blocks; read prompts whole "
+                "(prefill_block=None, --prefill-block whole)"
             )
 
     def coded(self, sizes: Iterable[int], latent: bool = False) -> Config:

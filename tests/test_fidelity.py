@@ -256,7 +256,7 @@ def test_misuse_is_refused():
 def fidelity(*arguments):
     """Rows and what was printed."""
     told, given = io.StringIO(), ("--model", MODEL, "--text", toy_text(), *arguments)
-    rows = run(build_parser().parse_args(["fidelity", *map(str, given)]), Console(file=told, width=112))
+    rows = run(build_parser().parse_args(["fidelity", *map(str, given)]), Console(file=told, width=60))
     return rows, told.getvalue()
 
 

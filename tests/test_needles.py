@@ -22,10 +22,10 @@ QUICK = ("--lengths", "160,320", "--depths", "0,1", "--samples", "2", "--budget"
 def toy_needles(monkeypatch):
     """Texts in the toy's language, whatever the task: it knows no other."""
 
-    def needle(task, tokenizer, length, depth, seed=0, index=0):
+    def generate(task, tokenizer, length, seed, index=0, depth=None):
         return placed("facts", length, depth, seed + index)
 
-    monkeypatch.setattr(needles, "needle", needle)
+    monkeypatch.setattr(needles.ruler, "generate", generate)
 
 
 def asked(*arguments):

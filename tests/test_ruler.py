@@ -239,7 +239,7 @@ def test_grid_on_the_toy(question, bundled, monkeypatch):
     """The full cache finds every depth; 4 sinks and 60 recent tokens only what stands right before the question."""
     lengths, depths, calls = (192, 256), (0.0, 0.5, 1.0), []
     model, tokenizer = bundled
-    monkeypatch.setattr(needles, "needle", lambda task, tokenizer, *where: placed("facts", *where[:2], sum(where[2:4])))
+    monkeypatch.setattr(needles.ruler, "generate", lambda *at, depth: placed("facts", at[2], depth, sum(at[3:])))
     full = needles.grid(model, tokenizer, lengths, depths, 1, question=question, progress=lambda: calls.append(1))
     assert len(calls) == 6 and full["accuracy"] == [[1.0, 1.0]] * 3
     with fastkv.patched(model, "streaming", budget=64):

@@ -75,7 +75,11 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[dic
     cases = [Case(one, *size) for size in product(options.contexts, options.batch) for one in caches]
     left = rounds(model, cases, options, began + 60 * options.minutes, console)
     rows = rows_of(cases)
-    console.print(common.table_of(rows, WORDS, COLUMNS, ("context", "batch")))
+    chosen = "contexts budgets batch policies prefill_block slots rounds minutes graphs".split()
+    record = {"versions": common.versions(), "model": options.model, "device": where, "dtype": str(model.dtype)}
+    record |= {"weights": weights, "settings": {one: getattr(options, one) for one in chosen}, "rows": rows}
+    common.write_json(options.out / "bench.json", record)
+    common.show(console, common.table_of(rows, WORDS, COLUMNS, ("context", "batch")))
     for case in cases:
         if case.left_out:
             why = f"was left out: {case.left_out}"
@@ -88,10 +92,6 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[dic
     )
     if left:
         console.print(f"Time was over after {options.minutes:g} min: {left}; --minutes gives more.")
-    chosen = "contexts budgets batch policies prefill_block slots rounds minutes graphs".split()
-    record = {"versions": common.versions(), "model": options.model, "device": where, "dtype": str(model.dtype)}
-    record |= {"weights": weights, "settings": {one: getattr(options, one) for one in chosen}, "rows": rows}
-    common.write_json(options.out / "bench.json", record)
     console.print(f"{options.out / 'bench.json'} written")
     return rows
 

@@ -114,11 +114,14 @@ def turn(tokenizer: Any, said: str, first: bool, ended: Collection[str] = ()) ->
 
 def run(options: argparse.Namespace, console: Console | None = None) -> None:
     """Talk until the input ends."""
-    console = console or Console(highlight=False)
+    console = console or common.console_of()
     model, tokenizer = common.load(options.model)
-    patch(model, options.policy, common.to_budget(options.budget), prefill_block="auto")
+    budget = common.to_budget(options.budget)
+    if budget.follows_prompt:
+        raise FastKVError(f"a conversation needs a budget of tokens or bytes=N, got {options.budget}; for example 1024")
+    patch(model, options.policy, budget, prefill_block="auto")
     conversation = Conversation(model, tokenizer, options.words)
-    console.print(f"{Path(options.model).name}, {options.policy}, {options.budget}. /help lists commands.")
+    console.print(f"{Path(options.model).resolve().name}, {options.policy}, {options.budget}. /help lists commands.")
     while True:
         try:
             said = input("> ").strip()
@@ -126,7 +129,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
         except UnicodeError:
             console.print("the message is not text in UTF-8; type it again")
             continue
-        except (EOFError, KeyboardInterrupt):
+        except (EOFError, KeyboardInterrupt, RuntimeError):  # the last: there is no input
             console.print()
             return
         if said == "/quit":

@@ -261,7 +261,15 @@ def versions(**others: str) -> dict[str, str]:
 
 def console_of(width: int = 100, **options: Any) -> Console:
     """The terminal, or `width` columns where the output goes to a file."""
-    return Console(width=None if sys.stdout.isatty() else width, highlight=False, **options)
+    return Console(width=None if sys.stdout.isatty() else width, highlight=False, markup=False, **options)
+
+
+def show(console: Console, made: Table) -> None:
+    """Print a table with all its digits; a narrow terminal wraps the lines."""
+    before = console.width
+    console.width = max(before, console.measure(made, options=console.options.update(max_width=1000)).maximum)
+    console.print(made)
+    console.width = before
 
 
 def progress(console: Console) -> Progress:

@@ -148,6 +148,8 @@ def task_of(tokenizer: Any, options: argparse.Namespace) -> Task:
     head, _ = facts.around(tokenizer, "")
     room = min(options.context - len(head), len(text) - facts.GOES_ON)
     facts.check_tokens(name, len(text), common.SHORTEST + facts.GOES_ON)
+    if room < 1:
+        raise FastKVError(f"{len(head)} tokens come before the document, got --context {options.context}; give more")
     own = [Question(*pair) for pair in options.ask] or QUESTIONS
     seen = tokenizer.decode(text[:room])
     questions = [one for one in own if one.fact in seen]

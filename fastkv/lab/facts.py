@@ -59,6 +59,8 @@ def documents(source: str) -> Iterator[str]:
     if not files:
         what = f"a folder without {' or '.join(SUFFIXES)} files" if path.is_dir() else "nothing there"
         raise FastKVError(f"expected a text at {path}, got {what}; name a file, a folder, - or {', '.join(SOURCES)}")
+    if typed and sys.stdin is None:
+        raise FastKVError("expected a text on standard input, got none that is open; name a file")
     for one in files:
         try:
             if typed and isinstance(sys.stdin, TextIOWrapper):  # whatever the locale says

@@ -334,15 +334,15 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[dic
             measured = [measure(model, *text[:2], whole, text.question) for text, whole in zip(texts, full)]
             rows.append(summarise(cache.policy, cache.budget, measured, full[0]))
     rows.sort(key=lambda row: options.budgets.index(row["budget"]))
-    console.print(common.table_of(rows, ("policy",), COLUMNS, ("budget",), padding=(0, 1, 0, 0)))
+    chosen = "model text question context steps policies budgets equal correction slots seeds".split()
+    record = {"versions": common.versions(), "options": {name: getattr(options, name) for name in chosen}}
+    common.write_json(options.out / "fidelity.json", {**record, "rows": rows})
+    common.show(console, common.table_of(rows, ("policy",), COLUMNS, ("budget",), padding=(0, 1, 0, 0)))
     console.print(f"""
 Means over {options.seeds} text(s), the last {options.steps} tokens of each fed one at a time.
 The full cache takes {full[0].nbytes / 2**10:.0f} KiB for {options.context} tokens.
 {common.legend(COLUMNS)}
 """)
-    chosen = "model text question context steps policies budgets equal correction slots seeds".split()
-    record = {"versions": common.versions(), "options": {name: getattr(options, name) for name in chosen}}
-    common.write_json(options.out / "fidelity.json", {**record, "rows": rows})
     console.print(f"{options.out / 'fidelity.json'} written")
     return rows
 
@@ -379,13 +379,13 @@ def asked(model: Any, tokenizer: Any, options: argparse.Namespace, seed: int) ->
 
 
 COLUMNS: common.Columns = {
-    "budget": ("budget", "{}", "tokens per KV head that a cache without moments keeps; all policies get its bytes"),
+    "budget": ("budget", "{}", "tokens per KV head; with --equal bytes all get the bytes of so many keys and values"),
     "kept": ("kept", "{:.0f}", "tokens per KV head that this cache keeps"),
     "nbytes": ("KiB", common.kibibytes, "bytes of the compressed layers of this cache, per sequence"),
     "error": ("error", "{:.3f}", "mean |o - full| / |full| of attention outputs, against the run of the full cache"),
     "standard_error": ("±", "{:.3f}", "standard error of that, over the texts"),
     "own_error": ("own", "{:.3f}", "the same against attention over all pairs that this layer was given"),
-    "cosine": ("cosine", "{:.3f}", "of the evicted tokens' output with its estimate; - without moments"),
+    "cosine": ("cosine", "{:.3f}", "of the evicted tokens' output with its estimate; - where nothing is estimated"),
     "mass": ("mass", "{:.3f}", "share of the attention that the evicted tokens should get"),
     "estimated_mass": ("est.", "{:.3f}", "estimate of that share"),
     "gap": ("gap", "{:.2f}", "log mass of the evicted tokens minus log of its estimate (Jensen)"),

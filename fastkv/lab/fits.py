@@ -122,7 +122,7 @@ def picture(shares: Tensor) -> str:
 
 def run_heads(options: argparse.Namespace) -> None:
     """Calibrate, write the file, show which heads keep most and say how to use it."""
-    console = Console(highlight=False)
+    console = common.console_of()
     check_writable(options.out)
     model, tokenizer = common.load(options.model)
     text = None
@@ -256,9 +256,9 @@ def pre_rope_pairs(
 
 def run_vector(options: argparse.Namespace) -> None:
     """Fit, print R^2 of every head, write the file and say how to use it."""
-    console = Console(highlight=False)
+    console = common.console_of()
     fitted = written(options, console, partial(fit_vector, joint=options.joint, boundary=options.boundary))
-    console.print(table_of(fitted))
+    common.show(console, table_of(fitted))
     usable = [use for layer in fitted.weights for use in fitted.usable(layer)]
     console.print(
         f"{sum(usable)} of {len(usable)} heads exceed the threshold of {fitted.threshold:.2f} and may drop values; the "
@@ -362,7 +362,7 @@ def fit_queries(model: PreTrainedModel, batches: Iterable[Tensor]) -> QueryCalib
 
 def run_queries(options: argparse.Namespace) -> None:
     """Read, write the file and say how to use it."""
-    console = Console(highlight=False)
+    console = common.console_of()
     use = f'fastkv.patch(model, fastkv.policies.get("triattention", calibration="{options.out}"))'
     say_use(options, console, written(options, console, fit_queries).tokens, use)
 
@@ -547,10 +547,10 @@ def run_context(options: argparse.Namespace) -> None:
             error = residual(triples, alpha, beta)
             fitted.append(QualityCurve(alpha, beta, name, shape, words, len(triples), error))
         progress.update(bar, description="measured")
+    files.save_curves(file, fitted)
     for curve in fitted:
         console.print(
             f"{curve.policy:<12} alpha {curve.alpha:8.3f}  beta {curve.beta:8.3f}  residual {curve.residual:.3f}  "
             f"triples {curve.triples}"
         )
-    files.save_curves(file, fitted)
     console.print(f"{file} written. Use it with\nfastkv.Budget(quality=0.95, calibration={str(file)!r}).")

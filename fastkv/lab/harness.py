@@ -326,7 +326,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[dic
     lm = load_model(where, gguf, options)
     console = console or common.console_of(quiet=lm.rank != 0)
     lengths = metadata.get("max_seq_lengths", 0)
-    longest = max(lengths) if isinstance(lengths, list) else lengths
+    longest = max(lengths) if isinstance(lengths, (list, tuple)) else lengths
     common.check_length("max_seq_lengths", longest, lm.patched, options.model)  # longer ones would be cut
     caches, how = common.caches_of(options, lm.patched), {"mode": options.mode, "question": options.question}
     for cache in caches:  # what cannot be used is refused before anything slow
@@ -349,7 +349,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[dic
         common.write_json(
             options.out / "results.json", {"versions": versions, "settings": results.settings, "rows": rows}
         )
-        console.print(table_of(rows))
+        common.show(console, table_of(rows))
         console.print(
             "KiB is the largest cache of one sequence, everything counted; share: of the full cache.\n"
             f"{options.out / 'results.json'} written"

@@ -181,7 +181,9 @@ def run(options: argparse.Namespace, console: Console | None = None) -> dict[str
         tracked = progress.track(cached, description="measuring")
         layers = [measure_layer(index, keys[0], values[0], lengths) for index, keys, values in tracked]
     means = [{name: mean(layer, name) for name in COLUMNS} | {"layer": layer["layer"]} for layer in layers]
-    console.print(common.table_of(means, (), {"layer": ("layer", "{}", "")} | COLUMNS))
+    report = {"model": options.model, "text": options.text, "tokens": len(ids), "lengths": lengths, "layers": layers}
+    common.write_json(options.out / "inspect.json", {"versions": common.versions(), **report})
+    common.show(console, common.table_of(means, (), {"layer": ("layer", "{}", "")} | COLUMNS))
     legend = common.legend(COLUMNS)
     console.print(f"\nMeans over the KV heads of a layer, {len(ids)} tokens of {options.text}.\n{legend}\n")
     for name in ("pull", "spread"):
@@ -190,8 +192,6 @@ def run(options: argparse.Namespace, console: Console | None = None) -> dict[str
         console.print(f"{name}, mean over layers: {diluted} tokens")
     shares = known_shares(model)
     console.print(NOT_CALIBRATED if shares is None else picture(shares.shares(KEEP)))
-    report = {"model": options.model, "text": options.text, "tokens": len(ids), "lengths": lengths, "layers": layers}
-    common.write_json(options.out / "inspect.json", {"versions": common.versions(), **report})
     console.print(f"{options.out / 'inspect.json'} written")
     return report
 

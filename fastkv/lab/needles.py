@@ -22,7 +22,7 @@ from ..api import GREEDY
 from ..integrations.transformers.stock import CACHE
 from . import common, reading, ruler
 from .reading import cache_bytes
-from .ruler import Sample, Tokenizer
+from .ruler import Sample
 
 
 @torch.no_grad()
@@ -53,7 +53,7 @@ def grid(
         sizes.append(cache_bytes(output[CACHE]) // len(output.logits))
 
     def found(depth: float, length: int, index: int) -> float:
-        sample = needle(task, tokenizer, length, depth, seed, index)
+        sample = ruler.generate(task, tokenizer, length, seed, index, depth=depth)
         mark = ruler.string_match_all(answer(model, tokenizer, sample, question), sample.answers)
         progress()
         return mark
@@ -76,11 +76,6 @@ def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample: S
         how = {"max_new_tokens": sample.tokens_to_generate, "pad_token_id": tokenizer.eos_token_id} | GREEDY
         written = model.generate(**inputs, **how)[0, inputs["input_ids"].shape[1] :]  # type: ignore[operator]
     return str(tokenizer.decode(written, skip_special_tokens=True))
-
-
-def needle(task: str, tokenizer: Tokenizer, length: int, depth: float, seed: int = 0, index: int = 0) -> Sample:
-    """A sample of `task` with the needles that are asked for at `depth`. Raises: FastKVError for another task."""
-    return ruler.generate(task, tokenizer, length, seed, index, depth=depth)
 
 
 def write_plot(accuracy: Sequence[Sequence[float]], options: argparse.Namespace, name: str, path: Path) -> None:
@@ -112,7 +107,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[dic
     model, tokenizer = common.load(options.model)
     common.check_length("lengths", max(options.lengths), model, options.model)
     for length, depth in product(options.lengths, options.depths):  # texts that cannot be written are refused now
-        needle(options.task, tokenizer, length, depth, options.seed)
+        ruler.generate(options.task, tokenizer, length, options.seed, depth=depth)
     rows, total = [], len(options.lengths) * len(options.depths) * options.samples
     for cache, advance in common.each(model, common.caches_of(options, model), console, total):
         record = results.known.get(cache.name)
@@ -122,7 +117,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[dic
             write_plot(found["accuracy"], options, cache.name, results.file(cache, ".png"))
             record = results.keep(cache, found)
         rows.append({name: record[name] for name in ("policy", "budget", "accuracy", "nbytes")})
-    console.print(table_of(rows, options.lengths))
+    common.show(console, table_of(rows, options.lengths))
     console.print(
         f"Share of {options.task} needles found, {options.samples} texts for each length and depth; KiB is the largest "
         f"cache of one sequence, everything counted.\n{len(rows)} heat maps and JSON files in {options.out}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -73,26 +73,20 @@ def forced(model: Any, cache: Any, texts: list[list[int]], dtype: torch.dtype | 
 ROOM = 1 << 20  # tokens: nothing is evicted while a text is only read
 
 
-@dataclass(frozen=True)
-class HeldLayer:
-    """What a layer holds of a text: q [1, Hq, N, D], k, v [1, Hkv, N, D], valid [1, N], and how it attends."""
-
-    tokens: HeldTokens
-    attends: Attends
-
-    def copies(self) -> HeldTokens:
-        """What a layer may compress: slots of unequal heads are filled where their tokens lie."""
-        q, k, v, valid = self.tokens
-        return q, k.clone(), v.clone(), valid
+def copies(tokens: HeldTokens) -> HeldTokens:
+    """What a layer may compress: slots of unequal heads are filled where their tokens lie."""
+    q, k, v, valid = tokens
+    return q, k.clone(), v.clone(), valid
 
 
 class Reading:
     """A prompt that a model has read once.
 
-    Attributes: model.  ids: [1, N] int64.  logits: [V] fp32 after the last token.  layers: one for each layer.
+    Attributes: model.  ids: [1, N] int64.  logits: [V] fp32 after the last token.  layers: what each holds of the
+        text, q [1, Hq, N, D], k, v [1, Hkv, N, D] and valid [1, N], and how it attends.
     """
 
-    def __init__(self, model: Module, ids: Tensor, logits: Tensor, layers: list[HeldLayer]) -> None:
+    def __init__(self, model: Module, ids: Tensor, logits: Tensor, layers: list[tuple[HeldTokens, Attends]]) -> None:
         self.model, self.ids, self.logits, self.layers = model, ids, logits, layers
         self.again: dict[tuple[Any, ...], list[Reread]] = {}
 
@@ -114,11 +108,7 @@ class Reading:
                 )
             held = [layer.hold() for layer in cache.compressed]
             logits = model(ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits[0, -1].float()
-        layers = []
-        for prompt in held:
-            assert prompt.held is not None
-            layers.append(HeldLayer(prompt.held, prompt.attends))
-        return cls(model, ids, logits, layers)
+        return cls(model, ids, logits, [(prompt.held, prompt.attends) for prompt in held if prompt.held is not None])
 
     def full(self) -> DynamicCache:
         """The cache of this text that the stock model makes, a copy.
@@ -128,8 +118,8 @@ class Reading:
         if any(map(modules.is_latent, modules.attentions(self.model).values())):
             raise FastKVError(f"{type(self.model).__name__} caches latents; run the stock model for its cache")
         cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))  # type: ignore[operator, union-attr]
-        for index, held in enumerate(self.layers):
-            cache.update(*held.tokens[1:3], index)
+        for index, (tokens, _) in enumerate(self.layers):
+            cache.update(*tokens[1:3], index)
         return cache
 
     @torch.no_grad()
@@ -146,12 +136,11 @@ class Reading:
         cache = FastKVCache(self.model)
         again = self._second(cache) if cache.config.policy.second_reading else [None] * len(self.layers)
         attentions = modules.attentions(self.model)
-        for layer, held, second in zip(cache.compressed, self.layers, again):
-            how = held.attends
+        for layer, (tokens, how), second in zip(cache.compressed, self.layers, again):
             if cache.config.needs("output"):
-                output = modules.output_projection(attentions[layer.cache.layer], held.tokens[2].shape[-1])
+                output = modules.output_projection(attentions[layer.cache.layer], tokens[2].shape[-1])
                 how = how._replace(output=output)
-            layer.hold_tokens(held.copies(), how, second)
+            layer.hold_tokens(copies(tokens), how, second)
             layer.commit(None)
         return cache
 
@@ -161,7 +150,7 @@ class Reading:
         key = (config.policy.second_reading, config.samples_queries)
         if key not in self.again:
             base = self.model.get_decoder()  # type: ignore[operator]
-            held = [layer.hold_tokens(one.copies(), one.attends) for layer, one in zip(cache.compressed, self.layers)]
+            held = [layer.hold_tokens(copies(one), how) for layer, (one, how) in zip(cache.compressed, self.layers)]
             with cache.reading(Prompt(None, None)):
                 read_again(base, cache, held, self.ids, torch.ones_like(self.ids))
             found = [prompt.reread for prompt in held]

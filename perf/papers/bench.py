@@ -138,7 +138,7 @@ class Text:
 
     def __init__(self, bench: Bench, ids: Tensor) -> None:
         self.bench, self.ids, self.reading = bench, ids, Reading.of(unpatch(bench.model), ids)
-        self.layers = [(*held.tokens[:3], held.attends[0]) for held in self.reading.layers]
+        self.layers = [(*tokens[:3], attends[0]) for tokens, attends in self.reading.layers]
         self.full = self.reading.full
 
     @cached_property
