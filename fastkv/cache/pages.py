@@ -300,7 +300,6 @@ class PagedLayer:
 # again; the scratch that it makes stays.
 
 FEW = 33  # blocks of up to so many tokens are all read: kernels take a window's queries in powers of two
-FURTHER = (-1, 0, 1, 8, 16)  # beside a power of two: multiples of 16 and others are compiled apart, as is what has both
 
 
 @dataclass(frozen=True)
@@ -341,7 +340,7 @@ def warm_up(opened: Callable[[Tensor], PagedLayer], paged: PagedRule, traffic: T
     # Tokens of blocks of each kind.
     largest = min(traffic.block or traffic.longest, traffic.longest)
     powers = [1 << i for i in range(FEW.bit_length() - 1, largest.bit_length())]
-    every = {*range(1, FEW + 1), largest} | {power + more for power in powers for more in FURTHER}
+    every = {*range(1, FEW + 1), largest, *powers}
     lengths = sorted(length for length in every if length <= largest)
     # How many full blocks come before the last one of a prompt: none, one, and where slots are nearly full or full.
     before, filling = (traffic.longest - 1) // largest, layout.least // largest
