@@ -136,11 +136,11 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
             return
         try:
             if said.startswith("/"):
-                console.print(commanded(conversation, said), markup=False)
+                console.print(commanded(conversation, said))
             elif said:
                 conversation.answer(said, TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
         except FastKVError as error:  # the conversation goes on
-            console.print(str(error), markup=False)
+            console.print(str(error))
 
 
 def commanded(conversation: Conversation, words: str) -> str:

@@ -187,8 +187,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     console.print(
         f"{options.model} reads {task.ids.shape[1]} tokens of {task.name}. Then come the questions, each to a copy of "
         f"a cache that was made before. {'' if options.ask else chosen}The full cache is in {str(model.dtype)[6:]}; "
-        "sizes as 4x are of one in 16 bits.\n",
-        markup=False,
+        "sizes as 4x are of one in 16 bits.\n"
     )
     rows = compared(model, tokenizer, task, budgets, console)
     if not console.is_terminal:
@@ -233,7 +232,7 @@ def compared(model: Any, tokenizer: Any, task: Task, budgets: tuple[str, ...], c
             reading = Reading.of(model, task.ids.to(model.device))
             cache: Any = reading.full()
         except FastKVError as error:
-            console.print(f"Every cache reads the document for itself: {error}.\n", markup=False)
+            console.print(f"Every cache reads the document for itself: {error}.\n")
             reading, cache = None, read(model, task.ids)
     rows, full = [Row(common.FULL, cache_bytes(cache), time.perf_counter() - start)], None
     with Live(console=console, auto_refresh=False) as live:

@@ -101,8 +101,7 @@ def written(options: argparse.Namespace, console: Console, fit: Callable[..., T]
 
 def say_use(options: argparse.Namespace, console: Console, tokens: int, use: str) -> None:
     """Which file was written, and how to use it."""
-    console.print(f"{options.out} written, from {tokens:,} tokens. Use it:")
-    console.print(f"  {use}", soft_wrap=True, markup=False)
+    console.print(f"{options.out} written, from {tokens:,} tokens. Use it:\n  {use}", soft_wrap=True)
 
 
 # Heads: what they keep is measured by `fastkv.calibrate_heads`.
