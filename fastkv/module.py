@@ -410,7 +410,7 @@ class FastKVAttention(Module):
         slope, name = self.moments().slope, f"{prefix}slope"
         if slope is None:
             state_dict.pop(name, None)
-        elif name not in state_dict:
+        elif name not in state_dict and f"{prefix}cross" in state_dict:
             count = state_dict[f"{prefix}count"].clamp(min=1)[..., None, None]
             state_dict[name] = (state_dict[f"{prefix}cross"] / count).to(slope.dtype)
 

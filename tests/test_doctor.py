@@ -35,7 +35,7 @@ def test_a_model_of_full_attention(tmp_path, capsys):
     assert "memory of a sequence of 4096 tokens in bfloat16" in lines
     assert found["stock cache"] == f"{4 * 2 * 2 * 16 * 4096 * 2 / 2**20:.1f} MiB"
     assert "times less (fastkv, 64 tokens per KV head)" in found["fastkv"]
-    assert "refused" not in found and found["heads"] == "calibrated when first patched, if unknown"
+    assert "refused" not in found and found["heads"] == "found or calibrated when first patched"
     found, _, _ = said(capsys, "--model", path, "--context", "4096", "--budget", "8x")
     assert re.search(r"8\.[0-4] times less \(fastkv, budget 8x\)", found["fastkv"])
     assert main(["doctor", "--model", str(path), "--budget", "some"]) == 2

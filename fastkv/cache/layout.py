@@ -215,8 +215,7 @@ class LayerPlan:
         config, policy, correction = self.config, self.config.policy, self.config.correction
         parallel, reserved, fixed = self.parallel, config.budget.reserved, policy.shares.heads
         own = slice(parallel.rank * heads, (parallel.rank + 1) * heads)
-        line = self.place if self.num_layers == 1 else self.layer
-        pairs = None if fixed is None else fixed.head_tokens(line, heads * parallel.size, tokens, reserved)
+        pairs = None if fixed is None else fixed.head_tokens(self.layer, heads * parallel.size, tokens, reserved)
         approx: tuple[int, ...] = ()
         if pairs is None:
             usable = [True] * heads if config.vector is None else config.vector.usable(self.layer)[own]

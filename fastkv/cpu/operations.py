@@ -285,14 +285,14 @@ def remember(
 ) -> None:
     """`reference.remember`; centroids without an operator for each term."""
     parts = state.parts
-    if isinstance(parts, Centroids) and parts.keys.dtype in compiled_slots.MEANS and cpu.available("joins"):
-        if all(tensor.is_contiguous() for tensor in parts.tensors()):
-            gone = valid & ~kept
-            index = reference.in_order(positions, gone)[..., :most]
-            new_keys, new_values = (reference.rows_at(rows, index) for rows in (keys, values))
-            join(parts, new_keys, new_values, gone.gather(2, index))
-            return
-    reference.remember(keys, values, positions, valid, kept, most, state, spec)
+    ready = isinstance(parts, Centroids) and parts.keys.dtype in compiled_slots.MEANS and cpu.available("joins")
+    if not isinstance(parts, Centroids) or not ready or not all(one.is_contiguous() for one in parts.tensors()):
+        reference.remember(keys, values, positions, valid, kept, most, state, spec)
+        return
+    gone = valid & ~kept
+    index = reference.in_order(positions, gone)[..., :most]
+    new_keys, new_values = (reference.rows_at(rows, index) for rows in (keys, values))
+    join(parts, new_keys, new_values, gone.gather(2, index))
 
 
 def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: float | None = None) -> Tensor:

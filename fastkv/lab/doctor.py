@@ -96,7 +96,7 @@ def checkpoint(options: argparse.Namespace) -> dict[str, Lines]:
         model["below"] = "with attn_implementation='eager'"
     model["tested"] = TESTED.get(known.model_type, UNTESTED)
     beside = Path(options.model) / HEADS_FILE
-    model["heads"] = f"calibrated, {beside}" if os.path.isfile(beside) else "calibrated when first patched, if unknown"
+    model["heads"] = f"calibrated, {beside}" if os.path.isfile(beside) else "found or calibrated when first patched"
     layers = {"compressed": f"all {found.layers}"}
     if found.left:
         names = ", ".join(map(str, found.compressed))

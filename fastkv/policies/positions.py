@@ -95,7 +95,8 @@ class DuoAttention(Streaming):
 
     def head_tokens(self, layer: int, heads: int, tokens: int, reserved: int) -> tuple[int, ...] | None:
         """`reserved` for streaming heads, an even share of the rest for the others; heads * tokens in all."""
-        retrieval = [value >= self.threshold for value in _read(self.pattern)[layer]]
+        lines = _read(self.pattern)
+        retrieval = [value >= self.threshold for value in lines[layer if len(lines) > 1 else 0]]  # of a layer by itself
         count = sum(retrieval)
         if not count:
             return None
