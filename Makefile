@@ -37,6 +37,8 @@ test-all: $(STAMP)dev ## every test but those of test-ptx, with all random cases
 test-vllm: export OMP_WAIT_POLICY ?= passive
 test-vllm: $(VLLM)/installed ## serving inside vLLM, in an environment of its own of some 3 GB (VLLM=DIR)
 	$(VLLM)/bin/python -m pytest $(PARALLEL) --confcutdir=tests/vllm tests/vllm $(ARGS)
+	VLLM_USE_V2_MODEL_RUNNER=1 $(VLLM)/bin/python -m pytest $(PARALLEL) --confcutdir=tests/vllm -k "not two_processes" \
+		$(addprefix tests/vllm/test_,tokens.py requests.py prefixes.py profile.py) $(ARGS)
 
 check: $(STAMP)dev ## ruff and mypy
 	$(BIN)/ruff check .

@@ -155,8 +155,9 @@ class FastKVAttention(Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attention of the new tokens to all tokens so far and, causally, to each other, [B, Hq, T, D].
 
-        A single token after others, without a mask, is a decode step. Everything else is read like a prompt, in blocks
-        if `prefill_block` is set. Evicted tokens take part by their estimate.
+        A single token after others, without a mask, is a decode step, also where it is left of a prompt behind blocks.
+        Everything else is read like a prompt, in blocks if `prefill_block` is set. Evicted tokens take part by their
+        estimate.
 
         Args:
             q [B, Hq, T, D], k, v [B, Hkv, T, D]: after the rotary embedding, in the dtype of the buffers.
@@ -223,6 +224,9 @@ class FastKVAttention(Module):
         for start in range(0, num, size):
             rows = slice(start, start + size)
             block = q[:, :, rows], k[:, :, rows], v[:, :, rows]
+            if start and start + 1 == num and mask is None:
+                outs.append(self.cache.step(*block, self.length + num))
+                continue
             plain = mask is None and self.softcap is None and self.borrowed[1] is None
             outs.append(self.cache.read(*block, real[:, rows].clone(), self._stock(*block) if plain else None))
         self.length += num

@@ -42,6 +42,9 @@ OPTIONS = {  # of the three commands
     "answer": "tokens of an answer",
     "cache_mib": "memory of either cache",
     "dtype": "of the model",
+    "heads": "how many tokens each keeps: calibrated, uniform, or a file",
+    "batched": "tokens of a step at most, beside one of each request",
+    "compilation": "vLLM's compilation_config on a GPU, JSON",
     "output": "directory for the results",
 }
 
@@ -58,14 +61,22 @@ def parse(prog: str, text: str | None, arguments: list[str] | None, **defaults: 
 
 
 def engine_of(options: argparse.Namespace, longest: int, requests: int, settings: Row, **more: Any) -> Any:
-    """vLLM for sequences of that length at most, with these settings of fastkv, {} for its own cache."""
+    """vLLM for sequences of that length at most, with these settings of fastkv, {} for its own cache.
+
+    A directory that holds a model's config and no weights is a model of random ones.
+    """
     from vllm import LLM
 
+    model = pretrained.place(options.model)[0]
+    if not any(Path(model).glob("*.safetensors")):
+        more["load_format"] = "dummy"
+    if settings and torch.cuda.is_available():
+        more["attention_config"] = {"backend_per_kind": {"full_attention": "CUSTOM"}}
     return LLM(
-        pretrained.place(options.model)[0],
+        model,
         max_model_len=longest,
         max_num_seqs=requests,
-        max_num_batched_tokens=2048 + requests,
+        max_num_batched_tokens=getattr(options, "batched", 2048) + requests,
         kv_cache_memory_bytes=options.cache_mib * 2**20,
         skip_tokenizer_init=True,
         additional_config={"fastkv": settings} if settings else {},
@@ -110,8 +121,12 @@ def served(engine: Any, length: int, requests: int, answer: int, seed: int) -> d
 def measure(options: argparse.Namespace) -> list[Row]:
     """What one engine does, in this process."""
     ours, longest = options.engine == OURS, max(options.prompts) + options.answer + 1
-    settings = {"policy": options.policy, "budget": options.budget, "prefill_block": options.block} if ours else {}
-    how = {"dtype": options.dtype, "enable_prefix_caching": False, "enforce_eager": not torch.cuda.is_available()}
+    budget = {"tokens": options.budget, "heads": options.heads}
+    given = {"policy": options.policy, "budget": budget, "prefill_block": options.block, "slots": options.slots}
+    settings = given if ours else {}
+    how: Row = {"dtype": options.dtype, "enable_prefix_caching": False, "enforce_eager": not torch.cuda.is_available()}
+    if torch.cuda.is_available():
+        how["compilation_config"] = json.loads(options.compilation)
     llm, rows = engine_of(options, longest, max(options.requests), settings, **how), []
     served(llm.llm_engine, min(options.prompts), 1, 4, 0)  # warm up
     for length in options.prompts:
@@ -145,7 +160,8 @@ def write(path: Path, options: argparse.Namespace, rows: list[Row], words: Path)
 def main(arguments: list[str] | None = None) -> None:
     """Run both engines, each in a process of its own."""
     how = {"policy": "fastkv", "budget": 1024, "block": 512, "prompts": [2048, 7680], "requests": [1, 16]}
-    options = parse("perf.serving", __doc__, arguments, **how, answer=256, cache_mib=1024, dtype="float32")
+    stored = {"slots": "auto", "heads": "calibrated", "cache_mib": 1024, "dtype": "float32"}
+    options = parse("perf.serving", __doc__, arguments, **how, **stored, answer=256, batched=2048, compilation="{}")
     if options.engine:
         print(json.dumps(measure(options)))
         return

@@ -166,6 +166,25 @@ def test_a_prompt_whose_last_block_is_one_token(setting, block, side, static, tm
         account(cache, mask.sum(-1))
 
 
+@pytest.mark.parametrize(
+    "setting,end,static", covering(SETTINGS, ["alone", "left", "right"], [False, True], together=1)
+)
+def test_one_token_behind_the_blocks_of_a_prompt_is_decoded(setting, end, static, tmp_path):
+    """If it is no padding in any row: as if it came by itself. The next evictions are counted from there."""
+    model, ids = distinct()
+    patch(model, setting[0], tmp_path, setting[1], prefill_block=16, static=static)
+    lengths = (33,) if end == "alone" else (33, 28, 20)
+    batch, mask = rows_of(ids, lengths, 33, "right" if end == "right" else "left")
+    once, parts = fastkv.FastKVCache(model), fastkv.FastKVCache(model)
+    calls = [(once, slice(0, 33)), (parts, slice(0, 32)), (parts, slice(32, 33))]
+    logits = [read(model, cache, batch[:, now], mask[:, : now.stop])[:, -1] for cache, now in calls]
+    torch.testing.assert_close(logits[0], logits[2], atol=1e-5, rtol=0)
+    assert once.workspace.clock.now.steps == (end != "right")
+    for layer, (a, b) in enumerate(zip(once.compressed, parts.compressed, strict=True)):
+        for (which, mine), (_, other) in zip(a.state.named_tensors(), b.state.named_tensors(), strict=True):
+            assert torch.equal(mine, other), (layer, which)
+
+
 @pytest.mark.parametrize("policy", ["keydiff", "kvzip"])
 def test_masks_that_are_not_numbers(policy):
     """Kernels want rows without gaps, and a part of a mask of booleans is no copy."""

@@ -125,6 +125,19 @@ def test_a_layer_of_a_patched_model(name, block, tmp_path, monkeypatch):
             assert torch.equal(mine, theirs), which
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_token_behind_the_blocks_of_a_prompt_is_decoded(masked):
+    """Unless there is a mask, which may hide it."""
+    q, k, v = tokens(33)
+    once, parts = fresh("keydiff", prefill_block=16), fresh("keydiff", prefill_block=16)
+    mask = torch.ones(len(q), 33, dtype=torch.bool) if masked else None
+    got = once(q, k, v, mask)
+    want = [parts(*(part[:, :, now] for part in (q, k, v))) for now in (slice(0, 32), slice(32, 33))]
+    torch.testing.assert_close(got, torch.cat(want, 2), atol=1e-5, rtol=0)
+    assert once.cache.workspace.clock.now.steps == (not masked)
+    assert torch.equal(once.stored(), parts.stored()) == (not masked)
+
+
 @pytest.mark.parametrize("name,softcap,block", covering(NAMES, [None, 3.0], [None, 7], together=1))
 def test_with_room_for_everything_it_is_attention(name, softcap, block, tmp_path):
     options = {"rotary": rotary(), "output": torch.randn(24, HQ * D), "queries": statistics()}

@@ -70,7 +70,7 @@ def read_in(part):
 def test_prompts_are_read_together():
     """Of whatever lengths, the longest first, unless padding them costs more than reading them apart."""
     for number in (1, 3, 65):
-        prompts = [(i, i + 1, 1 + i % BLOCK, 0, 1 + i % BLOCK) for i in range(number)]
+        prompts = [(i, i + 1, 2 + i % (BLOCK - 1), 0, 2 + i % (BLOCK - 1)) for i in range(number)]
         (blocks,) = only(batcher().batch(described(prompts))).prompts
         assert list(blocks.lengths) == sorted(blocks.lengths, reverse=True) and len(blocks.lengths) == number
         for some in blocks.split(2):  # as the kernels want them
@@ -79,7 +79,7 @@ def test_prompts_are_read_together():
     assert list(batches.alike([512, 500, *[28] * 8])) == [(0, 10)] and not [*batches.alike([])]
 
 
-@pytest.mark.parametrize("block, before, now", [(BLOCK, 0, BLOCK + 1), (BLOCK, BLOCK - 1, 1), (None, 3, 5)])
+@pytest.mark.parametrize("block, before, now", [(BLOCK, 0, BLOCK + 1), (BLOCK, BLOCK - 1, 2), (None, 3, 5)])
 def test_steps_that_do_not_end_with_blocks_are_refused(block, before, now):
     with pytest.raises(FastKVError, match=f"cut a prompt after {before} tokens and read {now} more"):
         batcher(block).batch(described([(0, 1, 30, before, now)]))
@@ -99,7 +99,10 @@ def test_sequences_with_other_settings_are_told_apart():
 
 @pytest.mark.parametrize("named", [True, False], ids=["named", "by page"])
 def test_batches_of_traffic(named):
-    """Sequences come, are read in blocks, decode, end and leave their places and pages to others; they change order."""
+    """Sequences come, are read in blocks, decode, end and leave their places and pages to others; they change order.
+
+    A single token is decoded, also the first or last of a prompt.
+    """
     draw, made = random.Random(0), batcher()
     running, free, pages, evicted = {}, set(range(6)), set(range(1, 9)), 0
     for _ in range(120):
@@ -115,14 +118,14 @@ def test_batches_of_traffic(named):
             continue
         got = only(made.batch(described(step, named=named, padded=draw.randint(0, 2))))
         starts = [sum(now for *_, now in step[:i]) for i in range(len(step))]
-        decoding = [(page, start) for (_, page, whole, before, _), start in zip(step, starts) if before >= whole]
-        assert placed(got) == decoding
-        due = [page for _, page, whole, before, _ in step if before > whole and (before - whole) % EVERY == 0]
+        assert placed(got) == [(page, start) for (_, page, *_, now), start in zip(step, starts) if now == 1]
+        due = []
+        for _, page, whole, before, _ in step:
+            read = whole - (whole > BLOCK and whole % BLOCK == 1)
+            due += [page] if before > read and (before - read) % EVERY == 0 else []
         assert got.due.tolist() == due
         assert read_in(got) == [
-            (page, start, start + now, before)
-            for (_, page, whole, before, now), start in zip(step, starts)
-            if before < whole
+            (page, start, start + now, before) for (_, page, _, before, now), start in zip(step, starts) if now > 1
         ]
         assert {part.dtype for part in (got.rows, got.due)} == {torch.int64}
         evicted += len(due)
@@ -146,12 +149,11 @@ def test_a_sequence_may_go_on_from_a_copy(named):
 
 
 def test_a_single_token_that_is_computed_again_is_a_step():
-    """The newer runner calls it a prompt, the older one does not."""
+    """The newer runner calls it a prompt."""
     again = [(0, 3, 10, 0, 8), (0, 3, 10, 8, 1)]  # of a prompt of 8 tokens, with two more that were its answer
-    for singles in (True, False):
-        made = batcher(singles=singles)
-        assert len(only(made.batch(described(again[:1]))).prompts) == 1
-        assert len(only(made.batch(described(again[1:]))).prompts) == (0 if singles else 1)
+    made = batcher()
+    assert len(only(made.batch(described(again[:1]))).prompts) == 1
+    assert not only(made.batch(described(again[1:]))).prompts
 
 
 class Crossings(TorchDispatchMode):
@@ -224,7 +226,7 @@ def on_device(mode, made, sequences, **options):
 
 
 def test_the_host_waits_once_for_each_prompt_and_never_while_decoding(crossings):
-    made = batcher(singles=True)
+    made = batcher()
     ends, goes_on = (4, 1, 8, 0, 8), [(7, 2, 20, 8 * i, 8 if i < 2 else 4) for i in range(3)]
     begins = ["to device", "to host", "to device"], 1  # whose page; then the tokens of each round
     assert on_device(crossings, made, [goes_on[0]])[:2] == begins
@@ -250,7 +252,7 @@ def test_the_older_runner_makes_the_host_wait_once_a_step(crossings):
 
 def test_a_captured_step_finds_its_rows_where_it_was_captured():
     """Padding is nobody's; behind a step that evicts and one with prompts, too. Single tokens never are prompts."""
-    made = batcher(singles=True)
+    made = batcher()
     (captured,) = (part.rows for part in made.nobody(4, torch.device("cpu")).values())
     assert captured.tolist() == [0] * 4
     only(made.batch(described([(0, 5, 6, 0, 6), (1, 7, 8, 0, 8)])))

@@ -47,7 +47,7 @@ class Server:
         self.layer, self.batcher = PagedLayer(rule, pages, HQ, 0.3, None, shared), Batcher(config, most)
         # Place, page, tokens of the prompt and those that are read, of each; prompts end at all places of a block.
         self.sequences = [[i, i + 1, BLOCK, 0] for i in range(decoding)]
-        ends = [1 + 6 * (7 - i) for i in range(prompts)]  # 43 first, which is the longest of few
+        ends = [max(1 + 6 * (7 - i), 2) for i in range(prompts)]  # 43 first, which is the longest of few
         self.sequences += [[i, i + 1, 2 * BLOCK + end, 0] for i, end in enumerate(ends, decoding)]
 
     def skip(self, steps):

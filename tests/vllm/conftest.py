@@ -12,6 +12,14 @@ os.environ |= {
     "OMP_WAIT_POLICY": "passive",
 }
 
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":  # its own kernels need Triton: here, its interpreter
+    os.environ["TRITON_INTERPRET"] = "1"
+    from types import SimpleNamespace
+
+    from triton.backends import backends
+
+    backends.setdefault("cpu", SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None))
+
 import gc
 
 import pytest

@@ -23,7 +23,16 @@ from transformers.masking_utils import create_masks_for_generate
 
 from ...errors import FastKVError
 from .cache import FastKVCache, Prompt
-from .prompt import MaskMade, PreparedMasks, in_blocks, padding_of, read_in_full, read_prompt, tokens_of
+from .prompt import (
+    MaskMade,
+    PreparedMasks,
+    ends_in_padding,
+    in_blocks,
+    padding_of,
+    read_in_full,
+    read_prompt,
+    tokens_of,
+)
 from .stock import BEFORE, CACHE
 
 
@@ -274,8 +283,3 @@ def is_step(cache: FastKVCache, total: int, mask: Any) -> bool:
     if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or mask.ndim != 2:
         return True
     return mask is cache.known_mask or not ends_in_padding(mask)
-
-
-def ends_in_padding(mask: Tensor) -> bool:
-    """Whether the last token of any row is padding, by a mask [B, N]. One host sync."""
-    return not bool((mask[:, -1] != 0).all())

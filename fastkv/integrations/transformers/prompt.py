@@ -84,6 +84,11 @@ def padding_of(given: dict[str, Any]) -> Tensor | None:
     return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
+def ends_in_padding(mask: Tensor | None) -> bool:
+    """Whether the last token of any row is padding, by a mask [B, N], None without any. One host sync."""
+    return mask is not None and not bool((mask[:, -1] != 0).all())
+
+
 def check_mask(mask: Any, what: str = "reading a prompt in blocks") -> None:
     """Raise FastKVError unless a mask can be cut, as `what` needs it."""
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
@@ -224,6 +229,9 @@ def _read_blocks(decoder: Any, cache: FastKVCache, given: dict[str, Any], total:
         part = taken_from(given, start, end, total)
         if prompt.masks is not None:
             part["attention_mask"] = mask
+        # A single token behind the blocks is decoded, as in servers, whose captured steps do not tell it from others.
+        decoded = end - start == 1 and end == total and not ends_in_padding(prompt.padding)
+        cache.workspace.reading = not decoded
         outputs.append(_read(decoder, cache, part, total - end, end - start))
         if prompt.rows is not None:
             while sum(out.last_hidden_state.shape[1] for out in outputs[1:]) >= prompt.rows:

@@ -76,15 +76,9 @@ class Compression:
 
     def batcher(self) -> Batcher:
         """What describes batches to layers that share a block table."""
-        config, mode = self.vllm_config, self.vllm_config.compilation_config.cudagraph_mode
-        captured = mode is not None and mode.has_full_cudagraphs()
-        return Batcher(
-            self.config,
-            config.scheduler_config.max_num_seqs,
-            singles=captured or config.use_v2_model_runner,
-            copies=settings.setting(config, "prefixes") > 0,
-            kinds=RequestArguments.kinds,
-        )
+        sequences = self.vllm_config.scheduler_config.max_num_seqs
+        copies = settings.setting(self.vllm_config, "prefixes") > 0
+        return Batcher(self.config, sequences, copies, RequestArguments.kinds)
 
     def warm_up(self, impl: FastKVImpl, layer: Any, device: torch.device) -> None:
         """Compile what the layer's kernels will need and make their scratch, once for layers that are alike.

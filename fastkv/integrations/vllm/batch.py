@@ -113,17 +113,12 @@ class Batcher:
         self,
         config: Config,
         sequences: int,
-        singles: bool = False,
         copies: bool = False,
         kinds: Mapping[int, Kind] | None = None,
     ) -> None:
-        """Args: sequences: in a batch, at most.
-        singles: whether a single token is decoded, whatever it is: what calls an answer that is computed again a
-            prompt does not tell it apart, and a step that was captured does nothing else.
-        copies: whether a sequence may begin with a copy of another's page.
-        """
+        """Args: sequences: in a batch, at most; copies: whether one may begin with a copy of another's page."""
         self.size, self.sequences = config.prefill_block, sequences
-        self.singles, self.copies, self.kinds = singles, copies, {} if kinds is None else kinds
+        self.copies, self.kinds = copies, {} if kinds is None else kinds
         self.clock, self.pages = PagedClock(config.evict_every), dict[int, int]()
         self.staged: Tensor | None = None
         self.asked: Any = None
@@ -152,8 +147,10 @@ class Batcher:
         pages, starts = m.block_table_tensor[:, 0], m.query_start_loc_cpu.tolist()
         counts = [stop - start for start, stop in zip(starts, starts[1:])]
         seen = to_host(m.seq_lens) if m.seq_lens_cpu_upper_bound is None else m.seq_lens_cpu_upper_bound.tolist()
-        prefilling, least = m.is_prefilling.tolist(), 2 if self.singles else 1
-        reading = dict.fromkeys(i for i, count in enumerate(counts) if count >= least and prefilling[i])  # in order
+        prefilling = m.is_prefilling.tolist()
+        # A single token is decoded, whatever it is: a captured step does nothing else, and the newer runner calls an
+        # answer that is computed again a prompt.
+        reading = dict.fromkeys(i for i, count in enumerate(counts) if count > 1 and prefilling[i])  # in order
         steps = [i for i, count in enumerate(counts) if count and i not in reading]
         begins = [i for i, count in enumerate(counts) if 0 < count == seen[i]]
         if m.req_idx is None:

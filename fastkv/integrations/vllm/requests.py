@@ -168,11 +168,12 @@ def counters() -> dict[str, Counter]:
 
 def counted(config: Config, prompt: int, answer: int) -> dict[str, int]:
     """What a request with so many tokens of prompt and answer, of which the last was not fed, adds to `COUNTERS`."""
-    steps = max(answer - 1, 0)
-    evictions = max(steps - 1, 0) // config.evict_every  # before the next step, if there is one
+    steps, block = max(answer - 1, 0), config.prefill_block
+    decoded = steps + (block is not None and prompt > block and prompt % block == 1)
+    evictions = max(decoded - 1, 0) // config.evict_every  # before the next step, if there is one
     found = {"seen": prompt + steps, "evictions": evictions}
     if config.budget.tokens is not None:
-        found["kept"] = min(found["seen"], config.budget.tokens + steps - evictions * config.evict_every)
+        found["kept"] = min(found["seen"], config.budget.tokens + decoded - evictions * config.evict_every)
     return found
 
 

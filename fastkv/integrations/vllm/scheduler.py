@@ -220,8 +220,7 @@ class FromPrefixes(InBlocks):
             shared = max(shared, number * self.size)
             return self._others(request, number * self.size) is not None
 
-        # Two tokens at least are read: vLLM may take a single one behind others for a step of decoding.
-        keys = self._keys(request)[: max(request.num_prompt_tokens - 2, 0) // self.size]
+        keys = self._keys(request)[: (request.num_prompt_tokens - 1) // self.size]  # something is left to compute
         self.looked[name] = found = self.prefixes.find(name, keys, accept) * self.size
         if found:
             blocks = self._others(request, found)

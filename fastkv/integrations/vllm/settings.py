@@ -67,9 +67,7 @@ def config_of(vllm_config: Any, kind: Kind = None) -> Config:
     Args: kind: the name of a class, None for the server's own.
     Raises: FastKVError for each that cannot be used, here or in vLLM.
     """
-    settings = vllm_config.additional_config[KEY]
-    if not isinstance(settings, dict):
-        raise FastKVError(f"additional_config[{KEY!r}] must be a dictionary of settings, got {settings!r}; give one")
+    settings = _given(vllm_config)
     _check_names(f"additional_config[{KEY!r}]", settings, list(DEFAULTS))
     _check_classes(settings.get("classes"))
     chosen = {**DEFAULTS, **settings}
@@ -101,7 +99,14 @@ def setting(vllm_config: Any, name: str) -> Any:
     "classes": the settings of each class that requests may ask for, None where they may ask for nothing.  "vector": the
     file of VECTOR's maps.  "prefixes": the share of the pages that may keep beginnings of prompts for others.
     """
-    return {**DEFAULTS, **vllm_config.additional_config[KEY]}[name]
+    return {**DEFAULTS, **_given(vllm_config)}[name]
+
+
+def _given(vllm_config: Any) -> dict[str, Any]:
+    settings = vllm_config.additional_config[KEY]
+    if not isinstance(settings, dict):
+        raise FastKVError(f"additional_config[{KEY!r}] must be a dictionary of settings, got {settings!r}; give one")
+    return settings
 
 
 def _check_names(what: str, settings: dict[str, Any], known: list[str]) -> None:
