@@ -72,6 +72,7 @@ inline Floats rounded(Floats x) { return (x + ROUNDING) - ROUNDING; }  // of |x|
 template <typename Code>
 struct Scaled {
     static constexpr bool TURNED = false;
+    static constexpr int64_t PLAIN = 0;
 
     static void write(const float* row, uint8_t* codes, uint8_t* scales, int64_t dim, double) {
         float step = largest(row, dim) / Code::LARGEST;
@@ -112,10 +113,10 @@ struct E4m3 {
     }
 };
 
-// Rows as they are, of fp32, bfloat16 or fp16.
+// Rows as they are, of fp32, bfloat16 or fp16: PLAIN bytes a number, 0 where there are codes instead.
 struct Float32 {
     static constexpr bool TURNED = false;
-    typedef float Plain;
+    static constexpr int64_t PLAIN = sizeof(float);
 
     static void read(const uint8_t* codes, const uint8_t*, float* row, int64_t dim) {
         std::memcpy(row, codes, dim * sizeof(float));
@@ -124,7 +125,7 @@ struct Float32 {
 
 struct Bfloat16 {
     static constexpr bool TURNED = false;
-    typedef uint16_t Plain;
+    static constexpr int64_t PLAIN = sizeof(uint16_t);
 
     static void read(const uint8_t* codes, const uint8_t*, float* row, int64_t dim) {
         for (int64_t i = 0; i < dim; i += WIDE) {
@@ -136,7 +137,7 @@ struct Bfloat16 {
 
 struct Float16 {
     static constexpr bool TURNED = false;
-    typedef uint16_t Plain;
+    static constexpr int64_t PLAIN = sizeof(uint16_t);
 
     static void read(const uint8_t* codes, const uint8_t*, float* row, int64_t dim) {
         for (int64_t i = 0; i < dim; i += NATIVE) {
@@ -152,6 +153,7 @@ struct Float16 {
 // 4 bits for each number of the turned row, a step and a zero point for each 32 of them.
 struct Int4 {
     static constexpr bool TURNED = true;
+    static constexpr int64_t PLAIN = 0;
 
     static float step_of(int8_t exponent) { return of_bits((exponent + 1016) * (1 << 20)); }
 
@@ -584,9 +586,8 @@ template <typename Format>
 void put(const void* rows, int64_t place, const Coded& to, int64_t batch, int64_t head, int64_t slot,
          const Attention& all) {
     uint8_t* codes = to.codes_at(batch, head, slot);
-    if constexpr (requires { typename Format::Plain; })
-        std::memcpy(codes, static_cast<const typename Format::Plain*>(rows) + place * all.dim,
-                    all.dim * sizeof(typename Format::Plain));
+    if constexpr (Format::PLAIN != 0)
+        std::memcpy(codes, static_cast<const char*>(rows) + place * all.dim * Format::PLAIN, all.dim * Format::PLAIN);
     else
         Format::write(static_cast<const float*>(rows) + place * all.dim, codes, to.scales_at(batch, head, slot),
                       all.dim, all.token.root);
