@@ -85,6 +85,13 @@ def test_steps_that_do_not_end_with_blocks_are_refused(block, before, now):
         batcher(block).batch(described([(0, 1, 30, before, now)]))
 
 
+def test_lists_begin_at_sixteen_bytes():
+    """Kernels are compiled apart for addresses that are no multiple of it."""
+    parts = batches.to_device([[1], [], [2, 3], [4, 5, 6]], torch.device("cpu"))
+    assert [part.tolist() for part in parts] == [[1], [], [2, 3], [4, 5, 6]]
+    assert not any((part.data_ptr() - parts[0].data_ptr()) % 16 for part in parts)
+
+
 def test_sequences_with_other_settings_are_told_apart():
     """By their place in vLLM's table or, where that is not said, in the batch."""
     sequences = [(3, 1, 4, 4, 1), (1, 2, 4, 4, 1), (2, 3, 9, 0, 8), (0, 4, 8, 0, 8)]

@@ -50,6 +50,15 @@ def test_sliding_windows_stay_with_vllm(gemma, block):
     compare(gemma, {"policy": "keydiff", "budget": 64, "prefill_block": block}, {"layers": [1.0, 1.0]})
 
 
+def test_pages_are_filled_by_sliding_windows(gemma):
+    """As large as ours, and not as many as without us; answers stay."""
+    settings = {"policy": "keydiff", "budget": 400, "prefill_block": 64}
+    config = Traffic(start(gemma, settings)).scheduler.kv_cache_config
+    (windows,) = [group.kv_cache_spec for group in config.kv_cache_groups if group.kv_cache_spec.prefix_cacheable]
+    assert windows.page_size_bytes == windows.real_page_size_bytes and windows.block_size == 512
+    compare(gemma, settings, {"layers": [1.0, 1.0]})
+
+
 def test_prefixes_of_a_model_with_sliding_windows(gemma):
     """vLLM's own cache of the other layers has to know the same beginning: the end of a prompt, or where two have begun
     alike. What it forgets is not gone on from.

@@ -69,9 +69,22 @@ def test_a_captured_step_finds_the_pages_and_rows_of_those_that_follow(model):
     captured = builder.build_for_cudagraph_capture(described)[None]
     assert captured.rows.tolist() == [0, 0] and captured.places is None and not captured.prompts
     assert layer.impl.paged[None].pages.data_ptr() == kept.data_ptr()
+    again = type(builder)(builder.kv_cache_spec, builder.layer_names, builder.vllm_config, builder.device)
+    assert again.layers[0].impl.pages is None and not again.layers[0].impl.paged  # vLLM is about to make other pages
     traffic = Traffic(llm)
     for name in ("0", "1"):
         traffic.ask(name, prompt(100), 3)
     traffic.turn(4)
     pages = captured.rows.tolist()
     assert sorted(traffic.finish()) == ["0", "1"] and len({0, *pages}) == 3
+
+
+@pytest.mark.parametrize("given, kept", [(None, [1, 2]), (2**30, [1, 2, 4, 8])])
+def test_steps_are_captured_for_as_many_requests_as_fit(given, kept, monkeypatch):
+    """vLLM captures all of them in a cache of as many requests before it knows how much there is for one."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 100))
+    captures = SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4, 8], max_cudagraph_capture_size=8)
+    cache = SimpleNamespace(kv_cache_memory_bytes=given, gpu_memory_utilization=0.9)
+    told = SimpleNamespace(compilation_config=captures, cache_config=cache)
+    backend.Compression.bound_captures(SimpleNamespace(vllm_config=told, device=torch.device("cuda")), 10)
+    assert captures.cudagraph_capture_sizes == kept and captures.max_cudagraph_capture_size == kept[-1]

@@ -37,7 +37,8 @@ class _StockView:
 
     def __init__(self, module: Module, **other: Any) -> None:
         self._module = module
-        vars(self).update(other)  # attributes that it has instead
+        for name, value in other.items():  # attributes that it has instead
+            setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, "_fastkv_stock_config" if name == "config" else name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property, partial
+from math import lcm
 from typing import Any, ClassVar
 
 import torch
@@ -153,11 +154,41 @@ class Compression:
         return made
 
     @cached_property
-    def mixed(self) -> bool:
-        """Whether vLLM keeps caches of other layers, too: it then gives every layer a page as large as the largest."""
+    def others(self) -> list[KVCacheSpec]:
+        """What vLLM keeps caches of besides."""
         ours = compressed(self.vllm_config)
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
-        return any(layer.get_kv_cache_spec(self.vllm_config) for name, layer in layers.items() if name not in ours)
+        specs = [layer.get_kv_cache_spec(self.vllm_config) for name, layer in layers.items() if name not in ours]
+        return [spec for spec in specs if spec is not None]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether vLLM keeps caches of other layers, too: it then gives every layer a page as large as the largest."""
+        return bool(self.others)
+
+    def equal(self, page: int) -> int:
+        """The bytes of a page where there are other layers: vLLM makes larger blocks of a multiple of theirs; most of any
+        other page stays empty. Prefixes are shared in such blocks and need small ones.
+        """
+        unit = lcm(*(spec.page_size_bytes for spec in self.others))
+        return page if settings.setting(self.vllm_config, "prefixes") or unit > page else -(-page // unit) * unit
+
+    def bound_captures(self, request: int) -> None:
+        """Capture no steps of more requests, of so many bytes each, than fit into half of the memory: to see what they
+        take, vLLM captures them in a cache of as many requests.
+        """
+        config, cache = self.vllm_config.compilation_config, self.vllm_config.cache_config
+        sizes = config.cudagraph_capture_sizes
+        if self.device.type == "cpu" or not sizes or cache.kv_cache_memory_bytes is not None:
+            return
+        free, total = torch.cuda.mem_get_info(self.device)
+        most = int((free - (1 - cache.gpu_memory_utilization) * total) / 2 / request)
+        kept = [size for size in sizes if size <= max(most, min(sizes))]
+        if len(kept) < len(sizes):
+            logger.info(
+                "fastkv: steps of more than %d requests are not captured; with kv_cache_memory_bytes they are", most
+            )
+            config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = kept, max(kept)
 
     def bind(self) -> None:
         """Let every compressed layer tell vLLM its own page. All of the model exist by now."""
@@ -166,7 +197,8 @@ class Compression:
         forms = [{name: rule.form.nbytes for name, rule in self.rules(kind).items()} for kind in kinds]
         pages = {name: max(form[name] for form in forms) for name in forms[0]}
         if self.mixed:
-            pages = dict.fromkeys(pages, max(pages.values()))
+            pages = dict.fromkeys(pages, self.equal(max(pages.values())))
+        self.bound_captures(sum(pages.values()))
         for name, layer in compressed(self.vllm_config).items():
             if layer.attn_backend.page is None:
                 base = layer.attn_backend  # of the same name, by which vLLM groups layers
@@ -197,6 +229,8 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
         common = self.layers[0].impl.common
         own = common.mixed  # layers in several groups, with a block table each
         self.batches = common.batcher() if own else common.batches
+        for layer in self.layers:  # the small cache, in which vLLM has captured steps to see what they take, is to go
+            layer.impl.close()
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -267,10 +301,15 @@ class FastKVImpl(AttentionImpl[Batch]):
         """vLLM calls it when all layers of the model are made, and before it asks for their pages."""
         self.common.bind()
 
+    def close(self) -> None:
+        """Let go of the pages."""
+        self.pages, self.paged = None, {}
+
     def opened(self, layer: Any, kind: Kind) -> PagedLayer:
         """The layer in the pages that vLLM has allocated last, for requests of that kind."""
         if layer.kv_cache is not self.pages:  # vLLM captures steps with a small cache first, to see what they take
-            self.pages, self.paged = layer.kv_cache, {}
+            self.close()
+            self.pages = layer.kv_cache
         if kind not in self.paged:
             self.paged[kind] = self.made(layer, kind, layer.kv_cache)
         return self.paged[kind]

@@ -66,12 +66,13 @@ def to_device(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[Ten
     """Each list as int64 on the device, in one copy. The host goes on: its memory is pinned, and torch keeps it until
     then.
     """
-    sizes = [len(numbers) for numbers in lists]
-    if not any(sizes):
+    if not any(lists):
         return tuple(torch.empty(0, dtype=torch.int64, device=device) for _ in lists)
-    made = torch.tensor([number for numbers in lists for number in numbers], dtype=torch.int64, device="cpu")
+    even = [len(numbers) + len(numbers) % 2 for numbers in lists]  # each at 16 bytes, for which kernels are compiled
+    flat = [number for numbers in lists for number in (*numbers, *[0] * (len(numbers) % 2))]
+    made = torch.tensor(flat, dtype=torch.int64, device="cpu")
     sent = made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
-    return sent.split(sizes)
+    return tuple(part[: len(numbers)] for part, numbers in zip(sent.split(even), lists))
 
 
 def to_host(tensor: Tensor) -> list[int]:

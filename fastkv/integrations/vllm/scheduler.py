@@ -220,7 +220,8 @@ class FromPrefixes(InBlocks):
             shared = max(shared, number * self.size)
             return self._others(request, number * self.size) is not None
 
-        keys = self._keys(request)[: (request.num_prompt_tokens - 1) // self.size]  # something is left to compute
+        # Two tokens at least are read: of a single one, which is decoded, nobody knows that a prompt ends with it.
+        keys = self._keys(request)[: max(request.num_prompt_tokens - 2, 0) // self.size]
         self.looked[name] = found = self.prefixes.find(name, keys, accept) * self.size
         if found:
             blocks = self._others(request, found)
