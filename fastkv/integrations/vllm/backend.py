@@ -167,8 +167,8 @@ class Compression:
         return bool(self.others)
 
     def equal(self, page: int) -> int:
-        """The bytes of a page where there are other layers: vLLM makes larger blocks of a multiple of theirs; most of any
-        other page stays empty. Prefixes are shared in such blocks and need small ones.
+        """The bytes of a page where there are other layers: vLLM makes larger blocks of a multiple of theirs; of any
+        other page most stays empty. Prefixes are shared in such blocks and need small ones.
         """
         unit = lcm(*(spec.page_size_bytes for spec in self.others))
         return page if settings.setting(self.vllm_config, "prefixes") or unit > page else -(-page // unit) * unit
