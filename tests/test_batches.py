@@ -244,13 +244,11 @@ def test_blocks_of_one_token_through_generate(block):
 @pytest.mark.parametrize("static", [False, True])
 def test_generate_never_looks_for_padding_in_its_own_steps(static, monkeypatch):
     """To look is to wait for the device; only masks that others made are looked at."""
-    looked = []
-    stock = fastkv.integrations.transformers.forward.ends_in_padding
-    monkeypatch.setattr(
-        fastkv.integrations.transformers.forward, "ends_in_padding", lambda mask: looked.append(mask) or stock(mask)
-    )
     model, (ids, mask) = build(), prompt(3, 30, (0, 3, 9))
     fastkv.patch(model, "keydiff", fastkv.Budget(tokens=20, sinks=2, recent=3), static=static)
+    forward, looked = fastkv.integrations.transformers.forward, []
+    stock = forward.ends_in_padding
+    monkeypatch.setattr(forward, "ends_in_padding", lambda mask: looked.append(mask) or stock(mask))
     out = generate(model, ids, mask, new=8, return_dict_in_generate=True)
     assert not looked
     wider = torch.cat([mask, mask.new_ones(3, 8)], 1)
