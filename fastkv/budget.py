@@ -106,7 +106,7 @@ class Budget:
             )
         for name, least in (("sinks", 0), ("recent", 0), ("tokens", 1), ("bytes", 1), ("context", 1)):
             value = getattr(self, name)
-            if value is not None and not is_whole(value, least):
+            if not is_whole(value, least) and (value is not None or least == 0):
                 raise FastKVError(
                     f"Budget {name} must be an integer of at least {least}, got {value!r}; pass a whole number"
                 )
