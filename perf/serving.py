@@ -76,11 +76,10 @@ def engine_of(options: argparse.Namespace, longest: int, requests: int, settings
         model,
         max_model_len=longest,
         max_num_seqs=requests,
-        max_num_batched_tokens=getattr(options, "batched", 2048) + requests,
         kv_cache_memory_bytes=options.cache_mib * 2**20,
         skip_tokenizer_init=True,
         additional_config={"fastkv": settings} if settings else {},
-        **more,
+        **{"max_num_batched_tokens": 2048 + requests} | more,
     )
 
 
@@ -127,7 +126,9 @@ def measure(options: argparse.Namespace) -> list[Row]:
     how: Row = {"dtype": options.dtype, "enable_prefix_caching": False, "enforce_eager": not torch.cuda.is_available()}
     if torch.cuda.is_available():
         how["compilation_config"] = json.loads(options.compilation)
-    llm, rows = engine_of(options, longest, max(options.requests), settings, **how), []
+    most = max(options.requests)
+    how["max_num_batched_tokens"] = options.batched + most
+    llm, rows = engine_of(options, longest, most, settings, **how), []
     served(llm.llm_engine, min(options.prompts), 1, 4, 0)  # warm up
     for length in options.prompts:
         for requests in options.requests:

@@ -36,7 +36,7 @@ def test_second_turns_and_prompts_that_begin_alike(model, policy):
     turn = BEGINNING + tuple(first) + prompt(100, 1)
     asked = {
         "turn": (turn, 5), "third": (turn + prompt(30, 2), (len(turn) // BLOCK)), "again": (BEGINNING, 5),
-        "branch": (branch(3, 90, 3), 3), "short": (branch(0, 20, 4), 0),
+        "branch": (branch(3, 90, 3), 3), "short": (branch(0, 20, 4), 0), "one more": (branch(5, 1, 5), 4),
     }  # fmt: skip
     for name, (tokens, blocks) in asked.items():
         assert traffic.answered(name, tokens, NUM) == expected.answer(tokens, NUM), name
