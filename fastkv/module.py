@@ -277,6 +277,10 @@ class FastKVAttention(Module):
             raise FastKVError(
                 f"{NAME}: allocate needs at least one sequence and whole tokens, got {batch_size!r} and {prompt!r}"
             )
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise FastKVError(
+                f"{NAME}: allocate needs a dtype of floating-point numbers, got {dtype}; pass the model's"
+            )
         like = torch.empty(batch_size, self.num_kv_heads, 0, self.head_dim, device=device, dtype=dtype)
         groups = self.num_heads // self.num_kv_heads
         check_backend(config.backend, like.device, like.dtype, self.head_dim, groups, slots=config.slots.name)

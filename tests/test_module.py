@@ -255,6 +255,7 @@ def test_reset_starts_again(make):
     assert all(torch.equal(module(*step), out) for step, out in zip(steps, expected[1:]))
     if not module.config.budget.follows_prompt:
         assert {which: tensor.data_ptr() for which, tensor in module.named_buffers()} == addresses
+    raises("needs a dtype of floating-point numbers, got torch.int64", module.allocate, 1, dtype=torch.int64, prompt=44)
     module.allocate(1, prompt=44)
     assert torch.equal(module(*(rows[:1] for rows in first)), expected[0][:1])
 

@@ -237,6 +237,7 @@ def test_what_positions_cannot_serve_is_refused(name):
     assert generated(model, words)[0].isfinite().all()
     patch(model)
     cache = model(words["input_ids"]).past_key_values
+    given["attention_mask"] = torch.cat([torch.ones_like(words["input_ids"]), given["attention_mask"]], -1)
     raises("pass them, or use generate", model, **given, past_key_values=cache)
 
 

@@ -126,12 +126,49 @@ def test_continuous_batching():
     raises("paged cache", fastkv_attention, attention, q, k, k, None, cache=object())
 
 
+REFUSED_CALLS = {  # on what has read 36 tokens of 3 rows
+    "rows": lambda model, ids, cache: model(ids[:1, :10], past_key_values=cache),
+    "rows of a step": lambda model, ids, cache: model(ids[:1, :1], past_key_values=cache),
+    "4-D mask": lambda model, ids, cache: model(
+        ids[:, :10], past_key_values=cache, attention_mask=torch.ones(3, 1, 10, 46, dtype=torch.bool)
+    ),
+    "4-D mask of two parts": lambda model, ids, cache: model(
+        ids[:, :8], past_key_values=cache, attention_mask=torch.eye(8).bool().expand(3, 1, 8, 8)
+    ),
+    "rows of the mask": lambda model, ids, cache: model(
+        ids[:, :10], past_key_values=cache, attention_mask=torch.ones(2, 46)
+    ),
+    "columns of the mask": lambda model, ids, cache: model(
+        ids[:, :10], past_key_values=cache, attention_mask=torch.ones(3, 12)
+    ),
+    "crop": lambda model, ids, cache: cache.crop(-1),
+}
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("call", REFUSED_CALLS)
+def test_a_cache_that_refused_a_call_goes_on(call, static):
+    """Sliding windows, too: one layer in two of Gemma 3."""
+    model = fastkv.patch(build("gemma3"), "keydiff", Budget(tokens=20, sinks=2, recent=4))
+    ids, mask = prompt(3, 36, pads=(0, 7, 30))  # of the last row windows hold padding
+    caches = [fastkv.FastKVCache(model, static=static) for _ in range(2)]
+    for cache in caches:
+        model(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache)
+        model(ids[:, -1:], attention_mask=mask, past_key_values=cache)
+    with pytest.raises(fastkv.FastKVError):
+        REFUSED_CALLS[call](model, ids, caches[0])
+    places = mask.cumsum(-1)[:, -1:]
+    for new in range(3):  # without a mask: windows know by themselves what is padding
+        given = [model(ids[:, :1], position_ids=places + new, past_key_values=cache).logits for cache in caches]
+        assert torch.equal(*given)
+
+
 def test_crop_of_more_than_was_recorded():
     model = fastkv.patch(build(), budget=64)
     cache = model(prompt(1, 50, (0,))[0]).past_key_values
     cache.layers[0].activate_past_recording()
     model(prompt(1, 4, (0,))[0], past_key_values=cache)
-    raises("cannot roll back 5 tokens", cache.layers[0].crop, -5)
+    raises("cannot roll back 5 tokens", cache.crop, -5)
 
 
 def test_caches_need_a_patched_model_and_a_compressed_layer():
@@ -210,6 +247,9 @@ USES = {
     "crop to a length": ({}, with_layer("crop", 30), "cannot be cropped because evicted pairs are gone"),
     "4-D mask over the past": ({}, with_mask_over_the_past(4), "4-D attention mask over 54 keys"),
     "4-D mask over the past of a step": ({}, with_mask_over_the_past(1), "4-D attention mask over 51 keys"),
+    "mask of other rows": ({}, lambda model, ids: model(ids, attention_mask=torch.ones(2, 50)), "each of the 1 seq"),
+    "mask of a step alone": ({}, lambda model, ids: model(ids[:, :1], past_key_values=model(ids).past_key_values,
+                                                          attention_mask=torch.ones(1, 1)), "for the 50 before them"),
     "4-D mask of two parts": ({}, with_two_parts, "hides earlier new tokens from later ones"),
     "chunks and a share": ({"budget": Budget(keep=0.5)}, CHUNKS, "prefill_chunk_size hands a prompt over"),
     "chunks and kvzip": ({"policy": "kvzip"}, CHUNKS, "prefill_chunk_size hands a prompt over in parts"),

@@ -198,13 +198,11 @@ class LayerCache:
         return out
 
     def accept(self, drop: int = 0) -> None:
-        """Absorb the pending block, without its last `drop` tokens. Raises: FastKVError if it has fewer."""
+        """Absorb the pending block, without its last `drop` tokens, of which it has at least as many."""
         block = self.pending
         if block is None:
             return
         num = block.k.shape[2]
-        if drop > num:
-            raise FastKVError(f"cannot roll back {drop} tokens, the last forward had {num}; older ones are compressed")
         self.pending = None
         if drop < num:
             kept = slice(0, num - drop)

@@ -59,11 +59,6 @@ def valid_tokens(mask: Tensor | None, real: Tensor | None, batch: int, num: int,
             bool, eager: additive), in which a real token sees itself.
         real: [B, T] bool, from the 2-D mask of the forward, where there is one: it says more than a 4-D mask.
     """
-    if mask is not None and mask.ndim == 4 and mask.shape[-1] != num:
-        raise FastKVError(
-            f"got a 4-D attention mask over {mask.shape[-1]} keys, but a compressed cache keeps no mask columns for "
-            f"its past and only the {num} new tokens can be masked; pass a 2-D padding mask"
-        )
     if real is not None:
         return real.to(device)
     if mask is None:

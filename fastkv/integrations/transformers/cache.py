@@ -114,13 +114,18 @@ class FastKVCache(Cache):
 
     @contextmanager
     def reading(self, prompt: Prompt) -> Iterator[None]:
-        """While this is open, what the cache gets belongs to this prompt."""
-        self.unroll()
+        """While this is open, what the cache gets belongs to this prompt; a refused one leaves rings as they were."""
+        unrolled, finished = self.unroll(), False
         self.prompt, self.workspace.reading = prompt, True
         try:
             yield
+            finished = True
         finally:
             self.prompt, self.workspace.reading = None, False
+            if unrolled and not finished:
+                self.windows[0].ring.rolled = True
+                for layer in self.windows:
+                    layer.keys, layer.values = layer.key_room, layer.value_room
         if self.is_compileable:
             self.roll(prompt.padding)
 
@@ -161,6 +166,11 @@ class FastKVCache(Cache):
             )
         super().activate_past_recording()
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """As transformers' caches. Raises: FastKVError, before any layer is cropped, for tokens that are compressed."""
+        self.compressed[0].dropped(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
     # Layers with a sliding window, of a static cache.
 
     @property
@@ -182,15 +192,16 @@ class FastKVCache(Cache):
                 layer.ring.roll(len(layer.keys), recent, length, mask)
             layer.roll(recent)
 
-    def unroll(self) -> None:
-        """Before a prompt: rings become what transformers expects. One host sync."""
+    def unroll(self) -> bool:
+        """Before a prompt: rings become what transformers expects. Returns whether there were any. One host sync."""
         if not self.windows or not self.windows[0].ring.rolled:
-            return
+            return False
         ring = self.windows[0].ring
         length = int(ring.seen)
         ring.rolled = False
         for layer in self.windows:
             layer.unroll(ring.recent(length, layer.keys.device), length)
+        return True
 
     def window_mask(self, eager: bool) -> Tensor:
         """Mask of one decode step for the sliding-window layers, which count on by it; additive for eager attention."""

@@ -86,11 +86,7 @@ def base_forward(self: Any, given: dict[str, Any]) -> Any:
             "leave the call out"
         )
     total, padding = tokens.shape[1], padding_of(given)
-    if padding is not None and padding.shape[1] < total:
-        raise FastKVError(
-            f"attention_mask must have a column for each of the {total} new tokens, and for those before them, got "
-            f"{padding.shape[1]}; pass the mask of the whole sequence"
-        )
+    _check_shapes(cache, tokens, given.get("attention_mask"))
     exact = torch.compiler.is_compiling() or padding is cache.known_mask
     if padding is not None and padding.shape[1] > total and not exact:  # of one for a longer text the first ones count
         given["attention_mask"] = padding = padding[:, : int(cache.get_seq_length()) + total]
@@ -114,6 +110,34 @@ def base_forward(self: Any, given: dict[str, Any]) -> Any:
         return self._fastkv_base_forward(**given)
 
 
+def _check_shapes(cache: FastKVCache, tokens: Tensor, mask: Any) -> None:
+    """Raise FastKVError before any layer counts tokens of another batch, or with a mask that does not fit them."""
+    (batch, total), first = tokens.shape[:2], cache.compressed[0]
+    if cache.started and batch != first.batch_size:
+        raise FastKVError(
+            f"this cache holds {first.batch_size} sequences, got {batch}; use another, reset() it or change its batch "
+            "with batch_select_indices and batch_repeat_interleave"
+        )
+    if not isinstance(mask, Tensor):
+        return
+    if mask.ndim == 4 and mask.shape[-1] != total:
+        raise FastKVError(
+            f"got a 4-D attention mask over {mask.shape[-1]} keys, but a compressed cache keeps no mask columns for "
+            f"its past and only the {total} new tokens can be masked; pass a 2-D padding mask"
+        )
+    if mask.ndim == 2 and mask.shape[0] not in (1, batch):
+        raise FastKVError(
+            f"attention_mask must have a row for each of the {batch} sequences, got {mask.shape[0]}; pass the mask of "
+            "these"
+        )
+    past = 0 if total == 1 and isinstance(first.seen, Tensor) else int(first.seen)  # no step waits for its device
+    if mask.ndim == 2 and mask.shape[1] < past + total:
+        raise FastKVError(
+            f"attention_mask must have a column for each of the {total} new tokens, and for the {past} before them, "
+            f"got {mask.shape[1]}; pass the mask of the whole sequence"
+        )
+
+
 def decoder_forward(self: Any, given: dict[str, Any]) -> Any:
     """Forward of the decoder: one decode step, or a prompt, in blocks if the config says so."""
     cache, tokens = given.get(CACHE), tokens_of(given)
@@ -123,7 +147,9 @@ def decoder_forward(self: Any, given: dict[str, Any]) -> Any:
     if prompt is not None and prompt.masks is not None and prompt.masks.asking:
         raise MaskMade(mask)
     padding = padding_of(given)
-    if prompt is not None:
+    if prompt is None:
+        _check_shapes(cache, tokens, mask)
+    else:
         # A base model may lengthen what it was given, as Qwen2-Audio does with sounds, and the mask with it.
         padding = prompt.padding = prompt.padding if padding is None else padding
     _place(cache, given, padding, total)
@@ -275,11 +301,6 @@ def is_step(cache: FastKVCache, total: int, mask: Any) -> bool:
     """
     if not cache.decodes(total):
         return False
-    if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-1] != total:
-        raise FastKVError(
-            f"got a 4-D attention mask over {mask.shape[-1]} keys, but a compressed cache keeps no mask columns for "
-            "its past; pass a 2-D padding mask"
-        )
     if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or mask.ndim != 2:
         return True
     return mask is cache.known_mask or not ends_in_padding(mask)

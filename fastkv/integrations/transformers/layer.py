@@ -230,16 +230,27 @@ class FastKVLayer(CacheLayerMixin):
         """From now on a forward is committed only by the next `crop`, or by the forward after it."""
         self.cache.records = True
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Roll back the last -tokens_to_remove tokens; a positive number is the length to keep (until 5.12)."""
+    def dropped(self, tokens_to_remove: int) -> int:
+        """How many of the last tokens `crop` takes back. Raises: FastKVError if they are compressed."""
         drop = max(self.seen - tokens_to_remove, 0) if tokens_to_remove > 0 else -tokens_to_remove
-        if drop <= 0 and self.cache.pending is None:
-            return
-        if not self.is_croppable or self.cache.pending is None:  # what was accepted is compressed
+        pending = self.cache.pending if self.is_croppable else None
+        if drop and pending is None:  # what was accepted is compressed
             raise FastKVError(
                 "a compressed cache cannot be cropped because evicted pairs are gone; start from a new cache, or use "
                 "assisted decoding with transformers >= 5.14, which announces roll-backs"
             )
+        if pending is not None and drop > (num := pending.k.shape[2]):
+            raise FastKVError(
+                f"cannot roll back {drop} tokens, the last block had {num} and older ones are compressed; start from a "
+                "new cache, and let drafts be shorter than two blocks of prefill_block"
+            )
+        return int(drop)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Roll back the last -tokens_to_remove tokens; a positive number is the length to keep (until 5.12)."""
+        drop = self.dropped(tokens_to_remove)
+        if self.cache.pending is None:
+            return
         self.cache.accept(drop)
         self.seen -= drop
         self.cache.started = bool(self.seen > 0)
