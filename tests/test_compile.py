@@ -198,6 +198,27 @@ def test_capturing_leaves_a_cache_as_it_was():
     torch.testing.assert_close(torch.stack(got, 1), want, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("policy", ["keydiff", "momentkv"])
+def test_a_prompt_after_a_capture_loses_no_token(policy, monkeypatch):
+    """On a GPU a capture runs steps, and the one that evicts says how many slots it leaves in use."""
+
+    def ran(self, link):
+        self.cache.workspace.clock.now = link
+        self._run()
+        return self._run
+
+    monkeypatch.setattr(captured.DecodeStep, "_captured", ran)
+    model, (ids, _) = build(), prompt(2, 30, (0, 0))
+    fastkv.patch(model, policy, small(), evict_every=EVERY, static=True)
+    cache = model(ids).past_key_values
+    decode(model, model, cache, ids[:, :1], EVERY - 1, 30)
+    twin = cache.clone()
+    fastkv.capture_decode(model, cache, 2)
+    assert torch.equal(*(model(ids[:, :5], past_key_values=one).logits for one in (cache, twin)))
+    for layer in compressed_layers(cache):
+        assert torch.equal(cache.stored(layer) + cache.moments(layer).count, cache.stored(layer) * 0 + 34 + EVERY)
+
+
 def test_captured_steps_refuse_what_they_cannot():
     model, (ids, _) = build(), prompt(2, 30, (0, 0))
     fastkv.patch(model, "momentkv", small(), static=False)

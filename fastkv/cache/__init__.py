@@ -112,7 +112,7 @@ class CacheWorkspace:
             (slots.keys.shape[1:], slots.starts is not None, slots.limit.bit_length()) for slots in state.tiers.values()
         ]
         device = state.exact.keys.device
-        shape = (device, num_heads, *tiers, state.exact.attention is not None)
+        shape = (device, num_heads, state.heads, *tiers, state.exact.attention is not None)
         sized = (*shape, state.batch)
         if sized not in self.scratch:
             self.scratch[sized] = ops.workspace(num_heads, state, spec, self._room_of(shape, num_heads, state, spec))

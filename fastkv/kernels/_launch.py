@@ -250,10 +250,12 @@ def pool_of(batch: int, slots: Slots) -> int:
 
 @functools.cache
 def chip_of(device: torch.device) -> str:
-    """What block sizes are chosen by: "hip" for AMD, else the compute capability ("90"), "" in the interpreter."""
+    """What block sizes are chosen by: "hip" for AMD, else the compute capability ("90"; "100" for 10.3, too, which
+    multiplies as 10.0 does), "" in the interpreter."""
     if on_hip() or device.type != "cuda":
         return "hip" if on_hip() else ""
-    return "{}{}".format(*torch.cuda.get_device_capability(device))
+    major, minor = torch.cuda.get_device_capability(device)
+    return "100" if major == 10 else f"{major}{minor}"
 
 
 @functools.cache

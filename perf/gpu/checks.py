@@ -253,3 +253,20 @@ def check_steps(place: Place, family: str, kind: tuple[str, str, str], how: str)
         return
     errors = (got.double() - want.double()).norm(dim=(0, 2)) / want.double().norm(dim=(0, 2))
     assert errors.median() <= COMPILED, f"relative error of the logits: median {errors.median():.3f}"
+
+
+def check_failed_capture(place: Place) -> None:
+    """Random numbers go on after a capture that failed, as that of a model does whose step waits for the device."""
+    model = build("llama-toy", place.device, torch.float32)
+    budget = fastkv.Budget(tokens=16, sinks=2, recent=4, heads="uniform")
+    fastkv.patch(model, budget=budget, backend=place.backend, static=True)
+    cache, ids = fastkv.FastKVCache(model), torch.randint(3, 97, (1, 40), device=place.device)
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    waits = model.register_forward_hook(lambda module, given, out: place.cuda.current_stream().synchronize())
+    try:
+        fastkv.capture_decode(model, cache, 1)
+        assert place.toy, "a step that waits was captured"
+    except RuntimeError:
+        assert not place.toy
+    waits.remove()
+    assert len(torch.rand(8, device=place.device).unique()) > 1

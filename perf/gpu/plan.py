@@ -34,9 +34,10 @@ def planned(place: Place) -> dict[str, list[Job]]:
     first, *others = checks.KINDS
     once = [steps("llama", first, how) for how in ("captured", "generated", "compiled")]
     captured = [steps(family, kind, "captured") for kind in checks.KINDS for family in checks.FAMILIES]
+    failed = check(place, "failed capture", {"op": "failed capture"}, checks.check_failed_capture, 10.0)
     compiled = [*(steps("llama", kind, "compiled") for kind in others), steps("gemma-3", first, "compiled")]
     return {
-        "device": [*of_heads(place, LLAMA), *once],
+        "device": [*of_heads(place, LLAMA), *once, failed],
         "key": timed["key"],
         "model": [*wholes(place)],
         "prompt": timed["prompt"],

@@ -215,11 +215,12 @@ class FastKVCache(Cache):
         first = self.compressed[0]
         first.cache.accept()
         state, _ = first.cache.held()
-        new = torch.arange(num, device=state.seen.device).expand(len(state.seen), -1)
+        seen = state.seen if padding is None else state.seen.to(padding.device)
+        new = torch.arange(num, device=seen.device).expand(len(seen), -1)
         if padding is not None:
             new = (padding[:, -num:].long().cumsum(-1) - 1).clamp(min=0)
-        positions = state.seen[:, None] + new
-        return positions if self.rope_deltas is None else positions + self.rope_deltas
+        positions = seen[:, None] + new
+        return positions if self.rope_deltas is None else positions + self.rope_deltas.to(seen.device)
 
     def deltas_after(self, positions: Tensor | None, num: int, padding: Tensor | None) -> Tensor | None:
         """`rope_deltas` after `num` tokens at positions [3 or 4, B, T], the last three of which are of M-RoPE.
@@ -231,8 +232,8 @@ class FastKVCache(Cache):
         first = self.compressed[0]
         first.cache.accept()
         state = first.state
-        before = 0 if state is None or not self.started else state.seen[:, None]
-        new = num if padding is None else padding[:, -num:].long().sum(-1, keepdim=True)
+        before = 0 if state is None or not self.started else state.seen[:, None].to(positions.device)
+        new = num if padding is None else padding[:, -num:].long().sum(-1, keepdim=True).to(positions.device)
         # Some models number positions in floating point.
         return positions[-3:].amax((0, 2))[:, None].long() + 1 - before - new
 

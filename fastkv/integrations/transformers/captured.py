@@ -151,17 +151,28 @@ class DecodeStep:
         side = _side(self.tokens.device)
         with CAPTURES, torch.cuda.device(side.device):  # of the model, which need not be the current one
             side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(WARM_UP):
+            try:
+                with torch.cuda.stream(side):
+                    for _ in range(WARM_UP):
+                        self._restore()
+                        clock.now = link
+                        self._run()
                     self._restore()
-                    clock.now = link
-                    self._run()
-                self._restore()
-            torch.cuda.current_stream().wait_stream(side)
+            finally:
+                torch.cuda.current_stream().wait_stream(side)
             clock.now = link
-            # The outer block leaves the stream also if a capture fails, which torch's own does not.
-            with torch.cuda.stream(side), torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-                logits = self._run()
+            # Until torch 2.13 a capture takes the random numbers that the device's generator is at when it begins, and
+            # one that fails never gives them back. It gets a copy.
+            generator = torch.cuda.default_generators[side.device.index]
+            own = generator.graphsafe_get_state()
+            generator.graphsafe_set_state(generator.clone_state())
+            try:
+                # The outer block leaves the stream also if a capture fails, which torch's own does not.
+                with torch.cuda.stream(side), torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                    generator.graphsafe_set_state(own)
+                    logits = self._run()
+            finally:
+                generator.graphsafe_set_state(own)
 
         def replay() -> Tensor:
             graph.replay()
@@ -174,7 +185,9 @@ class DecodeStep:
         for tensor, was in self.saved:
             tensor.copy_(was)
         for layer in self.cache.compressed:
-            layer.awaited = False  # of a step that failed
+            layer.awaited, layer.cache.left = False, 0  # of a step that failed
+            if layer.state is not None:
+                layer.state.fill()  # a step that evicts says how many slots it leaves in use
         self.cache.workspace.clock.now = self.start
 
     def _place(self) -> list[tuple[int, int, int]]:

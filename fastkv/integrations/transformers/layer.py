@@ -167,9 +167,10 @@ class FastKVLayer(CacheLayerMixin):
 
         Args: q [B, Hq, <= T, D]: of all or the last tokens.  stock: that layer's attention over the new tokens.
         """
+        ours = q.detach().to(self.device)  # the other layer may be on another one
         if self.decodes(q.shape[2]):
-            return self.cache.step_shared(q.detach(), how)
-        return self.reader.attend_shared(q.detach(), how, stock)
+            return self.cache.step_shared(ours, how).to(q.device)
+        return self.reader.attend_shared(ours, how, stock).to(q.device)
 
     def _fix(self) -> None:
         """Let the length of a static cache be a tensor that stays where it is."""
