@@ -42,12 +42,12 @@ class Rotary:
 
     def table(self, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin, divided by the scaling, for positions 0 to length - 1: both [length, R/2] fp32."""
-        cos, sin = self._turn(torch.arange(length, device=self.frequencies.device))
+        cos, sin = self.turn(torch.arange(length, device=self.frequencies.device))
         return cos / self.scaling, sin / self.scaling
 
     def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys [B, Hkv, N, D] as they were before the embedding turned them to `positions` [B, Hkv, N]; same dtype."""
-        cos, sin = self._turn(positions)
+        cos, sin = self.turn(positions)
         if self.scaling != 1:
             cos, sin = cos / self.scaling, sin / self.scaling
         return self.turned(keys, cos, -sin)
@@ -61,7 +61,7 @@ class Rotary:
 
     def turn_ahead(self, positions: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """The mean turn of `ahead`, for `turned`: cos and sin, times the scaling."""
-        cos, sin = self._turn(positions[..., None] + offsets)
+        cos, sin = self.turn(positions[..., None] + offsets)
         return cos.mean(-2) * self.scaling, sin.mean(-2) * self.scaling
 
     def radius(self, keys: Tensor) -> Tensor:
@@ -75,7 +75,8 @@ class Rotary:
         before, pair, after = self._split(vectors)
         return torch.cat([torch.hypot(*pair), before.float().abs(), after.float().abs()], -1)
 
-    def _turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [..., R/2] fp32 of the angles at positions [...], without the scaling."""
         angle = positions[..., None].float() * self.frequencies
         return angle.cos(), angle.sin()
 

@@ -41,7 +41,7 @@ def test_what_a_backend_lacks_the_reference_does(name):
         own = getattr(module, function, None) or getattr(reference, function)
         found = implementation(function, name, "cpu")
         assert found is own and callable(found)
-    assert implementation("select", "cpu", "cpu") is reference.select
+    assert implementation("pool_scores", "cpu", "cpu") is reference.pool_scores
     assert implementation("compact", "auto", "cpu") is cpu.compact
 
 

@@ -12,6 +12,7 @@ from fastkv import cpu as compiled
 from fastkv import ops, reference
 from fastkv.cpu import operations as cpu
 from fastkv.reference import Centroids, Moments, centroids
+from fastkv.rotary import Rotary
 
 from .conftest import examples
 from .states import compiled_step, copied, in_slab, make_spec, make_state, shrink, sinks
@@ -297,6 +298,45 @@ def test_compiled_shares_are_those_of_the_reference(batch, heads, groups, asking
     found = cpu.most_attended(q, keys, lse, SCALE, cap)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-30)
+
+
+@CASES
+@given(
+    *[st.integers(1, most) for most in (3, 3, 300)],
+    *[st.sampled_from(some) for some in ([16, 32, 96], [torch.float32, torch.bfloat16], ["mean", "normalized_mean"])],
+    *[st.booleans() for _ in range(2)], st.integers(0, 999),
+)  # fmt: skip
+def test_keys_unlike_the_others(batch, heads, num, dim, dtype, anchor, turned, masked, seed):
+    """What is no token is not read: it is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = (0.3 + torch.randn(batch, heads, num, dim, generator=generator)).to(dtype)
+    mask = torch.rand(batch, heads, num, generator=generator) < (0.7 if masked else 1.1)
+    keys = torch.where(mask[..., None], keys, torch.nan)
+    positions = torch.randint(0, 5000, (batch, heads, num), generator=generator, dtype=torch.int32)
+    rotary = Rotary(torch.rand(dim // 2, generator=generator), scaling=1.3) if turned else None
+    exact = keys.double() if rotary is None else rotary.unrotate(keys.double(), positions)
+    found = ops.keydiff_scores(keys, anchor, mask=mask, positions=positions, rotary=rotary)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), reference.keydiff_scores(exact, anchor, mask=mask), atol=1e-5, rtol=0)
+
+
+@CASES
+@given(st.integers(1, 3), st.integers(1, 60), st.integers(0, 9), st.integers(0, 999))
+def test_a_choice_of_which_few_leave(heads, num, spare, seed):
+    """With equal scores, candidates that are no tokens, and protected ones."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randint(0, 4, (2, heads, num), generator=generator).float()
+    positions = torch.rand(2, heads, num, generator=generator).argsort(-1).to(torch.int32)
+    valid, guard = (torch.rand(2, heads, num, generator=generator) < share for share in (0.9, 0.2))
+    tokens = (num - spare - torch.randint(0, 3, (2, heads), generator=generator)).clamp(min=0)
+    for choose, number in (("select", int(tokens[0, 0])), ("select_each", tokens)):
+        want = getattr(reference, choose)(scores, positions, valid, guard, number)
+        found = getattr(ops, choose)(scores, positions, valid, guard, number)
+        assert torch.equal(found.kept, want.kept) and torch.equal(found.counts, want.counts)
+    gone = valid & ~want.kept
+    index, ordered = cpu.gone_first(positions, gone, num), reference.in_order(positions, gone)
+    assert torch.equal(gone.gather(-1, index).sum(-1), gone.sum(-1))
+    assert torch.equal(index[gone.gather(-1, index)], ordered[gone.gather(-1, ordered)])
 
 
 JOINS = compiled.library("joins")

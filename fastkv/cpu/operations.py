@@ -16,6 +16,8 @@ from torch import Tensor
 
 from .. import cpu, reference
 from ..reference import Centroids, Evicted, LayerState, Moments, Selection, Spec, centroids, merge_partials
+from ..reference.scores import EPSILON
+from ..rotary import Rotary
 from . import slots as compiled_slots
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -235,14 +237,72 @@ def hiding(mask: Tensor | None) -> Tensor | None:
     return None if mask is None or bool(mask.all()) else mask
 
 
-def keydiff_scores(keys: Tensor, anchor: str, *, distance: str, mask: Tensor | None) -> Tensor:
-    """`reference.keydiff_scores`."""
-    return reference.keydiff_scores(keys, anchor, distance=distance, mask=hiding(mask))
+def keydiff_scores(
+    keys: Tensor,
+    anchor: str,
+    *,
+    distance: str,
+    mask: Tensor | None,
+    positions: Tensor | None = None,
+    rotary: Rotary | None = None,
+) -> Tensor:
+    """`reference.keydiff_scores`; of cosines in one pass for the anchor and one for the scores.
+
+    Args: positions, rotary: as of `ops.keydiff_scores`.
+    """
+    dim, turn = keys.shape[-1], None
+    fits = keys.dtype in DTYPES and dim % (2 * compiled_slots.WIDE) == 0 and distance == "cosine"
+    fits = fits and (rotary is None or rotary.halves(dim)) and cpu.available("key_scores")
+    if rotary is not None and positions is not None:
+        if fits:
+            turn = rotary.turn(positions)
+        else:
+            keys = rotary.unrotate(keys.to(reference.compute_dtype(keys)), positions)
+    if not fits:
+        return reference.keydiff_scores(keys, anchor, distance=distance, mask=hiding(mask))
+    rows, out = keys.float().contiguous(), torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
+    valid = torch.ones_like(out, dtype=torch.bool) if mask is None else mask.contiguous()
+    tensors = rows, *(turn or (None, None)), valid, out
+    sizes = out[..., 0].numel(), *rows.shape[2:], anchor == "normalized_mean", torch.get_num_threads(), EPSILON
+    pointers = (None if one is None else one.data_ptr() for one in tensors)
+    cpu.call("key_scores", "unlike", cpu.structs("key_scores").Unlike(*pointers, *sizes))
+    return out
 
 
 def manifold_scores(keys: Tensor, window: int | None, metric: str, *, mask: Tensor | None) -> Tensor:
     """`reference.manifold_scores`."""
     return reference.manifold_scores(keys, window, metric, mask=hiding(mask))
+
+
+FEW = 8  # a part of the candidates that is found without sorting all of them
+
+
+def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, tokens: int) -> Selection:
+    """`reference.select`; as `select_each`."""
+    every = torch.full_like(scores[..., 0], tokens, dtype=torch.int64)
+    return select_each(scores, positions, valid, protected, every)
+
+
+def select_each(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, tokens: Tensor) -> Selection:
+    """`reference.select_each`; where few leave, as between generated tokens, only these are sorted."""
+    excess = (valid.sum(-1) - tokens).clamp(min=0)
+    most = int(excess.max())
+    if FEW * most > scores.shape[-1]:
+        return reference.select_each(scores, positions, valid, protected, tokens)
+    rank = reference.ranks(scores, positions, valid, protected)
+    worst = torch.where(valid, rank, torch.iinfo(rank.dtype).min).topk(most, dim=-1).indices
+    stays = valid.gather(-1, worst) & (torch.arange(most, device=worst.device) >= excess[..., None])
+    kept = valid.scatter(-1, worst, stays)
+    return Selection(kept, kept.sum(-1))
+
+
+def gone_first(positions: Tensor, gone: Tensor, most: int) -> Tensor:
+    """Indices [B, Hkv, <= most] of the candidates that are `gone`, in order of position, then of others."""
+    most = min(most, int(gone.sum(-1).max()))
+    if FEW * most > gone.shape[-1]:
+        return reference.in_order(positions, gone)[..., :most]
+    few = gone.to(torch.uint8).topk(most, dim=-1, sorted=False).indices
+    return few.gather(-1, reference.in_order(positions.gather(-1, few), gone.gather(-1, few)))
 
 
 def compact(
@@ -264,11 +324,8 @@ def compact(
         else:
             leaving = gone.to(torch.uint8).topk(most, dim=-1, sorted=False).indices.sort(-1).values
             after = moments.add(*slots.pairs_at(leaving), hiding(gone.gather(-1, leaving)))
-        before = None if known is None else slots["positions"][..., : valid.shape[-1]].clone()
-        if compiled_slots.leave(slots, selection.kept):
+        if compiled_slots.leave(slots, selection.kept, known):
             moments.copy_(after)
-            if known is not None and before is not None:
-                reference.memorise(known, before, valid, state, spec)
             return
     reference.compact(valid, selection, block, known, state, spec)
 
@@ -290,7 +347,7 @@ def remember(
         reference.remember(keys, values, positions, valid, kept, most, state, spec)
         return
     gone = valid & ~kept
-    index = reference.in_order(positions, gone)[..., :most]
+    index = gone_first(positions, gone, most)
     new_keys, new_values = (reference.rows_at(rows, index) for rows in (keys, values))
     join(parts, new_keys, new_values, gone.gather(2, index))
 

@@ -279,12 +279,14 @@ struct Moving {
     int64_t strides[3], size;
 };
 
-// kept [batch, heads, slots]: which tokens stay; lengths and starts as in Attention.
+// kept [batch, heads, slots]: which tokens stay; known likewise: a number of each, for `memory`, or none; lengths and
+// starts as in Attention.
 struct Leaving {
-    Moving parts[6];
+    Moving parts[6], memory;
     int32_t* lengths;
     const int32_t* starts;
     const uint8_t* kept;
+    const float* known;
     int64_t number, batch, heads, slots, length_stride, start_stride;
 };
 }
@@ -651,6 +653,11 @@ void attend(const Attention& all) {
     }
 }
 
+// Of a part, the row of a slot of the head that begins there.
+inline uint8_t* row_of(const Moving& part, int64_t batch, int64_t head, int64_t slot) {
+    return part.rows + batch * part.strides[0] + head * part.strides[1] + slot * part.strides[2];
+}
+
 // The last tokens that stay move into the slots of the first that leave.
 void leave(const Leaving& all) {
     for (int64_t place = 0; place < all.batch * all.heads; ++place) {
@@ -658,18 +665,26 @@ void leave(const Leaving& all) {
         int32_t& length = all.lengths[batch * all.length_stride + head];
         const uint8_t* kept = all.kept + place * all.slots;
         const int64_t first = all.starts ? all.starts[batch * all.start_stride + head] : 0;
+        const float* known = all.known ? all.known + place * all.slots : nullptr;
+        auto remember = [&](int64_t slot, float number) {
+            if (known) *reinterpret_cast<float*>(row_of(all.memory, batch, head, first + slot)) = number;
+        };
         int64_t hole = 0, last = length;
+        const int64_t room = all.starts ? all.starts[batch * all.start_stride + head + 1] - first : all.slots;
+        for (int64_t slot = 0; known && slot < std::min(room, all.slots); ++slot)
+            remember(slot, slot < length && kept[slot] ? known[slot] : 0);
         while (true) {
             while (hole < last && kept[hole]) ++hole;
             while (hole < last && !kept[last - 1]) --last;
             if (hole >= last) break;
             --last;
             for (int64_t i = 0; i < all.number; ++i) {
-                const Moving& part = all.parts[i];
-                uint8_t* rows = part.rows + batch * part.strides[0] + head * part.strides[1] + first * part.strides[2];
-                std::memcpy(rows + hole * part.strides[2], rows + last * part.strides[2], part.size);
+                uint8_t* row = row_of(all.parts[i], batch, head, first);
+                const int64_t stride = all.parts[i].strides[2];
+                std::memcpy(row + hole * stride, row + last * stride, all.parts[i].size);
             }
-            ++hole;
+            remember(hole++, known ? known[last] : 0);
+            remember(last, 0);
         }
         length = int32_t(last);
     }

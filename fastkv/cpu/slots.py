@@ -106,14 +106,15 @@ def decode_rows(form: RowFormat, codes: Tensor, scales: Tensor | None, dtype: to
 class Standing:
     """What is the same in every step of a layer, found once for the tensors it has.
 
-    Attributes: tensors: that it was found for.  places: their addresses, as a tensor that is shared between processes
-        moves.  attention: with these; None where `step` cannot be used.
+    Attributes: tensors: that it was found for.  place: of the first, as tensors that are shared between processes move,
+        all of a state at once; to ask each of them took longer than all else here, as no step finds them in a core's
+        cache.  attention: with these; None where `step` cannot be used.
         takes: whether a token can be stored in that call, too.
     """
 
     def __init__(self, tensors: tuple[Tensor | None, ...], state: LayerState, known: Evicted | None, dim: int) -> None:
         self.tensors, self.attention, self.takes, slots = tensors, None, False, state.exact
-        self.places = [tensor.data_ptr() for tensor in tensors if tensor is not None]
+        self.place = slots.keys.data_ptr()
         if not (attends(slots, dim) and mixes(known)):
             return
         self.attention = given = C.Attention(
@@ -184,7 +185,7 @@ def standing(state: LayerState, known: Evicted | None, dim: int) -> Standing:
         *(slots.attention, slots.positions, slots.bias, state.seen, *parts),
     )
     same = found is not None and len(found.tensors) == len(tensors) and all(map(is_, found.tensors, tensors))
-    if not same or found.places != [tensor.data_ptr() for tensor in tensors if tensor is not None]:
+    if not same or found.place != slots.keys.data_ptr():
         state.standing = found = Standing(tensors, state, known, dim)
     return found
 
@@ -235,20 +236,29 @@ def dense(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return (rows if rows.dtype == dtype else rows.to(dtype)).contiguous()
 
 
-def leave(slots: Slots, kept: Tensor) -> bool:
+def leave(slots: Slots, kept: Tensor, known: Tensor | None) -> bool:
     """Let tokens go, in place: those that are not `kept`, [B, Hkv, N] bool of the first N slots of every head, all of
     those in use among them. A token that stays in a slot before the new length is not moved.
+
+    Args: known [B, Hkv, N]: a number of each, which becomes the memory of those that stay; None for none.
 
     Returns: whether it was done; without a compiler, and where a row is in several pieces, nothing happens.
     """
     lengths, starts = slots.lengths, slots.starts
-    found = [moving_at(part, starts is not None) for part in slots.moving().values()]
+    memory = [] if known is None or slots.memory is None else [slots.memory]
+    found = [moving_at(part, starts is not None) for part in (*memory, *slots.moving().values())]
     parts = [part for part in found if part is not None]
-    if len(parts) < len(found) or not owned_as_expected(slots) or not cpu.available("slots"):
+    if (
+        len(parts) < len(found)
+        or len(memory) < (known is not None)
+        or not owned_as_expected(slots)
+        or not cpu.available("slots")
+    ):
         return False
-    kept = kept.contiguous()
-    rows = (C.Moving * len(Slots.MOVING))(*parts)
-    given = C.Leaving(rows, lengths.data_ptr(), None, kept.data_ptr(), len(parts), *kept.shape)
+    kept, known = kept.contiguous(), None if known is None else dense(known, torch.float32)
+    own = parts.pop(0) if memory else C.Moving()
+    rows, numbers = (C.Moving * len(Slots.MOVING))(*parts), None if known is None else known.data_ptr()
+    given = C.Leaving(rows, own, lengths.data_ptr(), None, kept.data_ptr(), numbers, len(parts), *kept.shape)
     given.length_stride = lengths.stride(0)
     if starts is not None:
         given.starts, given.start_stride = starts.data_ptr(), starts.stride(0)

@@ -315,7 +315,7 @@ def keydiff_scores(
         backend = "reference"
     function, before = implementation("keydiff_scores", backend, keys.device.type), {}
     if rotary is not None and positions is not None:
-        if resolve(backend, keys.device) == "triton":
+        if resolve(backend, keys.device) != "reference":
             before = {"positions": positions, "rotary": rotary}
         else:
             keys = rotary.unrotate(keys.to(compute_dtype(keys)), positions)

@@ -48,6 +48,11 @@ def select_each(scores: Tensor, positions: Tensor, valid: Tensor, protected: Ten
 
 def best_first(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor) -> Tensor:
     """Indices of the candidates in the order of `select`, int64 [B, Hkv, N]."""
+    return ranks(scores, positions, valid, protected).argsort(dim=-1, stable=True)
+
+
+def ranks(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor) -> Tensor:
+    """Numbers int64 [B, Hkv, N] that ascend in the order of `select`."""
     shape = scores.shape
     for name, tensor in (("positions", positions), ("valid", valid), ("protected", protected)):
         check_shape("select", name, tensor, shape)
@@ -57,7 +62,7 @@ def best_first(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tens
     bits = scores.view(torch.int32)
     ascending = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     rank = torch.where(valid, torch.where(protected, -(1 << 62), 0), 1 << 62)
-    return (rank + torch.sub(positions, ascending, alpha=1 << 30)).argsort(dim=-1, stable=True)
+    return rank + torch.sub(positions, ascending, alpha=1 << 30)
 
 
 def protected(positions: Tensor, seen: Tensor, sinks: int, recent: int) -> Tensor:
@@ -219,21 +224,3 @@ def remember(
     for index in in_order(positions, gone)[..., :most].split(CHUNK, -1):
         new_keys, new_values = (rows_at(rows, index) for rows in (keys, values))
         state.parts.copy_(state.parts.add(new_keys, new_values, gone.gather(2, index)))
-
-
-def memorise(known: Tensor, positions: Tensor, valid: Tensor, state: LayerState, spec: Spec) -> None:
-    """Put what is known of the candidates where those among them lie that stay; 0 in slots that are not in use.
-
-    Args: known [B, Hkv, N] fp32, a number of each; positions, valid [B, Hkv, N].
-    """
-    slots = state.exact
-    assert slots.memory is not None
-    order = in_order(positions, valid)
-    ordered = torch.where(valid, positions, torch.iinfo(torch.int32).max).gather(-1, order)
-    place = torch.searchsorted(ordered, slots["positions"].contiguous()).clamp(max=ordered.shape[-1] - 1)
-    rows = torch.where(slots.valid, known.gather(-1, order).gather(-1, place), 0)
-    if slots.starts is not None:
-        pack_known(slots.starts, slots.memory, rows)
-        return
-    slots.memory.zero_()
-    slots.memory[:, :, : slots.filled] = rows
