@@ -118,12 +118,9 @@ def unpatch(model: Model) -> Model:
 
 @contextmanager
 def patched(model: Model, *args: Any, **kwargs: Any) -> Iterator[Model]:
-    """`patch` for the duration of a with block, with the same arguments; the model is unpatched at its end."""
-    yield_model = patch(model, *args, **kwargs)
-    try:
-        yield yield_model
-    finally:
-        unpatch(model)
+    """`patch` for the duration of a with block, with the same arguments; at its end the model is as it was before."""
+    with engine.restored(model):
+        yield patch(model, *args, **kwargs)
 
 
 @torch.no_grad()
@@ -171,15 +168,14 @@ def compress(
             "model to None if it has none"
         )
     valid = _valid(attention_mask, layers[0][0])
-    before = vars(model).get("_fastkv_config")
-    patch(model, policy, budget, **options)
+    before, made = vars(model).get("_fastkv_config"), None
     try:
-        return _filled(FastKVCache(model), model, layers, valid)
-    except FastKVError:  # a budget that is too small for this text, and the model is as it was
-        engine.detach(model)
-        if before is not None:
-            engine.attach(model, engine.check(model, before), before)
-        raise
+        patch(model, policy, budget, **options)
+        made = _filled(FastKVCache(model), model, layers, valid)
+    finally:
+        if made is None:  # a budget that is too small for this text, no memory: the model is as it was
+            engine.restore(model, before)
+    return made
 
 
 def _filled(made: FastKVCache, model: Module, layers: list[tuple[Tensor, Tensor]], valid: Tensor) -> FastKVCache:

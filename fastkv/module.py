@@ -408,6 +408,16 @@ class FastKVAttention(Module):
                 f"{NAME}: slots={slots!r} were saved, this module has slots={self.config.slots.name!r}; give it the "
                 "same settings"
             )
+        meant = layout.allocate(like.to("meta"), like.to("meta")).named_tensors()
+        expected = {prefix + name.replace(".", "_"): tensor.shape for name, tensor in meant}
+        given = {name: tensor.shape for name, tensor in state_dict.items() if name.startswith(prefix)}
+        either = {prefix + "_extra_state", prefix + "moments_slope"}  # the second follows the backend
+        apart = sorted(name for name, shape in given.items() ^ expected.items() if name not in either)
+        if apart:
+            raise FastKVError(
+                f"{NAME}: {apart[0]} was saved as {_shown(given, apart[0])}, this module has "
+                f"{_shown(expected, apart[0])}; give it the same settings"
+            )
         if other:
             self.allocate(batch, device, dtype, prompt=prompt)
         self._match_slope(state_dict, prefix + "moments_")
@@ -421,6 +431,10 @@ class FastKVAttention(Module):
         elif name not in state_dict and f"{prefix}cross" in state_dict:
             count = state_dict[f"{prefix}count"].clamp(min=1)[..., None, None]
             state_dict[name] = (state_dict[f"{prefix}cross"] / count).to(slope.dtype)
+
+
+def _shown(shapes: dict[str, torch.Size], name: str) -> str:
+    return f"{list(shapes[name])}" if name in shapes else "nothing"
 
 
 def _sizes(layout: Layout) -> list[int]:

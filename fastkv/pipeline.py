@@ -78,8 +78,7 @@ class FastKVTextGenerationPipeline(Pipeline):
         if unknown:
             raise FastKVError(f"{TASK} takes max_new_tokens and the arguments of fastkv.patch, got {unknown[0]!r}")
         forward: dict[str, Any] = {} if max_new_tokens is None else {"tokens": max_new_tokens}
-        if options:
-            forward["options"] = options
+        forward |= options  # each of its own: those of a call are added to those of the pipeline
         one = {} if asked is None else {"one": question is not None}
         return ({} if asked is None else {"questions": asked}), forward, one
 
@@ -97,13 +96,18 @@ class FastKVTextGenerationPipeline(Pipeline):
         else:
             message = [{"role": "user", "content": f"{text}\n\n{HERE}"}]
             shown = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-            before, _, after = shown.rpartition(HERE)
+            before, found, after = shown.rpartition(HERE)
+            if not found:
+                raise FastKVError(
+                    "questions about a context need a chat template that leaves messages as they are, got one that "
+                    "changes them; set tokenizer.chat_template = None, or put the question into the prompt"
+                )
             ids, asked = whole(before, add_special_tokens=False).input_ids, questions
         rows = [tokenizer(f"{question}{after}", add_special_tokens=False).input_ids for question in asked]
         return {"ids": ids, "questions": rows}
 
     def _forward(  # type: ignore[override]
-        self, inputs: dict[str, Any], tokens: int = 50, options: dict[str, Any] | None = None
+        self, inputs: dict[str, Any], tokens: int = 50, **options: Any
     ) -> Any:
         model: Any = self.model
         ids = inputs["ids"]

@@ -87,6 +87,9 @@ def test_memory_stays_and_a_saved_conversation_goes_on(conversation, tmp_path):
         assert chat.commanded(conversation, "/reset") == "forgotten" and not conversation.cache.get_seq_length()
         assert chat.commanded(conversation, f"/load {file}").startswith("read")
     assert answers[0] == answers[1]
+    conversation.cache.fork(3).save(file)
+    raises("holds 3 sequences, expected one conversation", conversation.load, file)
+    assert len(conversation.cache.compressed[0].state.seen) == 1
 
 
 def test_the_whole_is_what_one_prompt_would_be(conversation):

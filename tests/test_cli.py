@@ -121,6 +121,18 @@ def test_interrupted(capsys, monkeypatch):
     assert main(["doctor"]) == 130 and capsys.readouterr().err == "fastkv doctor: interrupted\n"
 
 
+@pytest.mark.parametrize("error, said", [
+    (BrokenPipeError(32, "Broken pipe"), ""),
+    (OSError(28, "No space left on device"), "fastkv doctor: the output cannot be written (No space left on device)\n"),
+])  # fmt: skip
+def test_output_that_nobody_takes(error, said, capfd, monkeypatch):
+    monkeypatch.setattr("fastkv.lab.doctor.run", mock.Mock(side_effect=error))
+    with monkeypatch.context() as patch:
+        patch.setattr("os.dup2", dup := mock.Mock())
+        assert main(["doctor"]) == 1 and capfd.readouterr().err == said
+    assert dup.called
+
+
 ASK = ("--ask", "What is this?", "a text", "--ask", "And then?", "7")
 
 

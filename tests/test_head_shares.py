@@ -1,5 +1,6 @@
 """Shares of heads: how they are found, what they come to in tokens, the file, and the caches that follow them."""
 
+import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastkv
-from fastkv import Budget, FastKVAttention, FastKVCache, HeadShares, calibrate_heads
+from fastkv import Budget, FastKVAttention, FastKVCache, HeadShares, calibrate_heads, calibration
 from fastkv.cache.layer import LayerCache
 from fastkv.calibration import KEEPS, describe, fingerprint, weights_digest
 from fastkv.integrations.transformers import calibrate
@@ -350,6 +351,26 @@ def test_the_default_is_calibrated(monkeypatch, tmp_path):
     assert [file.suffix for file in (tmp_path / "fastkv" / "heads").iterdir()] == [".safetensors"]
 
 
+def test_what_the_caller_is_in_does_not_change_the_shares(own):
+    model, shares = own
+    for context in (torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
+        with context:
+            assert torch.equal(calibrate_heads(model, text=TEXT).table, shares.table)
+    with torch.inference_mode():
+        made = build("llama")
+    refused("weights made in inference mode", calibrate_heads, made, text=TEXT)
+
+
+def test_a_user_without_a_home(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def nowhere():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)
+    assert calibration.user_cache("heads") == Path(tempfile.gettempdir(), "fastkv", "heads")
+
+
 @pytest.mark.calibrated
 def test_a_patched_model_is_calibrated_and_stays_patched(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -596,10 +617,20 @@ def test_shares_that_are_known_are_found_and_none_are_made(own, tmp_path, monkey
     monkeypatch.setattr(calibrate, "user_cache", lambda kind: tmp_path / kind)
     monkeypatch.setattr(model.config, "_name_or_path", str(tmp_path / "model"))
     assert calibrate.known_shares(model) is None
-    for place in (tmp_path / "heads" / f"{shares.weights}.safetensors", tmp_path / "model" / "heads.safetensors"):
+    for place in (
+        tmp_path / "heads" / f"{shares.weights}-{shares.fingerprint}.safetensors",
+        tmp_path / "model" / "heads.safetensors",
+    ):
         place.parent.mkdir()
         shares.save(place)
         assert repr(calibrate.known_shares(model)) == repr(shares)
+    with place.open("wb"):
+        refused("cannot be read", calibrate.known_shares, model)
+    place.unlink()
+    cached = next((tmp_path / "heads").iterdir())
+    cached.write_bytes((whole := cached.read_bytes())[:-9])
+    assert calibrate.known_shares(model) is None, "what is damaged in the cache is made anew"
+    cached.write_bytes(whole)
     replace(shares, weights="0" * 16).save(tmp_path / "model" / "heads.safetensors")
     refused("weights", calibrate.known_shares, model)
     other = replace(shares, weights="0" * 16)

@@ -1,5 +1,7 @@
 """The pipeline: a context that is read once, plain prompts, and what it refuses."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import transformers
@@ -49,7 +51,16 @@ def test_a_call_may_say_more_than_the_pipeline(parts):
     with fastkv.patched(parts[0], "streaming", 64):
         plain = made(parts)
         assert plain(context=context, question="What?", max_new_tokens=2) == few
-        assert "_fastkv_config" in vars(parts[0]), "a model that was patched stays so"
+        assert plain(context=context, question="What?", max_new_tokens=2, policy="knorm", budget=64) != {"answer": ""}
+        config = vars(parts[0])["_fastkv_config"]
+        assert config.policy.name == "streaming", "a model that was patched stays as it was"
+
+
+def test_arguments_of_a_call_are_added_to_those_of_the_pipeline(parts, monkeypatch):
+    told = []
+    monkeypatch.setattr(fastkv.pipeline, "patched", lambda model, **given: told.append(given) or nullcontext())
+    made(parts, budget=64, policy="keydiff")("the river", policy="streaming", max_new_tokens=1)
+    assert told == [{"budget": 64, "policy": "streaming"}]
 
 
 def test_a_plain_prompt(parts):
@@ -93,6 +104,8 @@ def test_a_chat_template_holds_context_and_question(parts):
     texts = [tokenizer.decode([*found["ids"][0], *row]) for row in found["questions"]]
     assert texts == [tokenizer.decode(tokenizer(f"user : the river {q} . answer :", add_special_tokens=False).input_ids)
                      for q in ("what", "who")]  # fmt: skip
+    tokenizer.chat_template = "{{ messages[0]['content'] | upper }}" + begins
+    raises("a chat template that leaves messages as they are", ask.preprocess, "the river", ["what"])
 
 
 @pytest.mark.parametrize(

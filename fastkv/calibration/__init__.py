@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,13 +100,18 @@ def _plain(value: Any) -> Any:
 
 
 def beside(config: Any, name: str) -> Path:
-    """The file of that name in the directory that the model with this config was loaded from; it need not be there."""
-    return Path(getattr(config, "_name_or_path", "") or ".") / name
+    """The file of that name in the directory that the model with this config was loaded from; it need not be there, and
+    is not where the model was not loaded."""
+    return Path(getattr(config, "_name_or_path", "") or os.devnull) / name
 
 
 def user_cache(kind: str) -> Path:
     """Where fastkv keeps what it made once for all runs; it need not be there yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastkv" / kind
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home, as containers have
+        folder = Path(tempfile.gettempdir())
+    return folder / "fastkv" / kind
 
 
 def check_writable(path: Any) -> Path:
@@ -343,7 +349,7 @@ class HeadShares:
         Raises: FastKVError if there is no such file, if it is damaged, or of a model of another shape.
         """
         facts, tensors = FILE.load(path, config)
-        if tensors.keys() != {"shares", "heads"} or tensors["heads"].ndim != 1:
+        if tensors.keys() != {"shares", "heads"} or tensors["heads"].ndim != 1 or tensors["heads"].is_floating_point():
             raise FILE.damaged(path)
         return cls(tensors["shares"], tuple(tensors["heads"].tolist()), **facts)
 

@@ -84,7 +84,13 @@ class Conversation:
 
     def load(self, path: str) -> None:
         """Go on with a saved conversation. Raises: FastKVError as `FastKVCache.load`."""
-        self.cache = FastKVCache.load(path, self.model)
+        found = FastKVCache.load(path, self.model)
+        if found.compressed[0].batch_size != 1:
+            raise FastKVError(
+                f"{path} holds {found.compressed[0].batch_size} sequences, expected one conversation; save one of them "
+                "with cache.batch_select_indices"
+            )
+        self.cache = found
         self.read = self.pending.new_zeros(1, self.cache.get_seq_length())
         self.pending, self.ended = self.pending[:, :0], True
 

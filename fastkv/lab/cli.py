@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -385,6 +387,9 @@ def build_parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: this process's). Returns the exit code: 2 if fastkv refused."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # what a terminal cannot show is no reason to stop
+            stream.reconfigure(errors="replace")
     try:
         options = build_parser().parse_args(words)
         command: Command = options.command
@@ -392,6 +397,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_installed("this command", extra)
         module, _, function = command.module.partition(":")
         getattr(importlib.import_module(module, __package__), function or "run")(options)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads on, as behind | head: what is left goes nowhere, also at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.filename is not None:  # else it is of writing what was found
+            raise
+        print(f"fastkv {words[0]}: the output cannot be written ({error.strerror})", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except FastKVError as error:
         print(f"fastkv {words[0]}: {error}", file=sys.stderr)
         return 2

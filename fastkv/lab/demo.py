@@ -128,7 +128,11 @@ def plain(text: str) -> str:
 def check(options: argparse.Namespace) -> None:
     """Raise FastKVError for what cannot be used before a model is loaded."""
     for budget in options.budgets:
-        common.to_budget(budget)
+        if common.to_budget(budget).quality is not None:
+            raise FastKVError(
+                f"the demo compares budgets that are known beforehand, got {budget}; give 8x, a number of tokens, keep "
+                "or bytes"
+            )
     if options.text and not options.ask:
         raise FastKVError(
             f"the demo has no questions about {options.text}, expected --ask QUESTION ANSWER, got none; or leave "

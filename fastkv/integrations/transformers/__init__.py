@@ -14,7 +14,8 @@ import copyreg
 import json
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +308,23 @@ def _attend_with(name: str, module: Module) -> None:
     own._attn_implementation_internal = name  # type: ignore[union-attr]
     _override(module, "_fastkv_stock_config", module.config)
     _override(module, "config", own)
+
+
+@contextmanager
+def restored(model: Module) -> Iterator[None]:
+    """At the end of the with block the model is patched as it was before, or not at all."""
+    before = vars(model).get("_fastkv_config")
+    try:
+        yield
+    finally:
+        restore(model, before)
+
+
+def restore(model: Module, before: Config | None) -> None:
+    """Patch a model as it was with that config, None for not at all."""
+    detach(model)
+    if before is not None:
+        attach(model, check(model, before), before)
 
 
 def detach(model: Module) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ from ...config import POLICY, WITHOUT_ROTARY, Config
 from ...errors import FastKVError
 from ...policies import get
 from ...reference.attention import grouped_logits, softcapped
-from . import attach, check, detach, modules
+from . import attach, check, detach, modules, restored
 from .cache import FastKVCache, Prompt
 from .prompt import read_again
 from .selfcheck import with_rotations
@@ -285,7 +285,6 @@ def shares_of(layers: list[Tensor]) -> Tensor:
     return torch.stack([torch.nn.functional.pad(part, (0, widest - part.shape[-1])) for part in split], 1).half()
 
 
-@torch.no_grad()
 def calibrate_heads(
     model: Any,
     path: str | Path | None = None,
@@ -321,9 +320,20 @@ def calibrate_heads(
     _check_whole(model)
     if path is not None:
         check_writable(path)
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise FastKVError(
+            "calibrate_heads needs gradients, got weights made in inference mode, which have none; load the model "
+            "outside of torch.inference_mode(), or use Budget(heads='uniform')"
+        )
     training = [module for module in model.modules() if module.training]  # dropout would make it another result
     show = progress or (lambda tokens: None)
-    try:
+    # Whatever the caller is in, the result is the same.
+    plain = torch.inference_mode(False), torch.no_grad(), torch.autocast(model.device.type, enabled=False)
+    with ExitStack() as stack:
+        for context in plain:
+            stack.enter_context(context)
+        for module in training:
+            stack.callback(setattr, module, "training", True)
         model.eval()
         again = sees_everything(model)
         most = longest_piece(model, again)
@@ -332,12 +342,9 @@ def calibrate_heads(
         else:
             read = pieces(text, most)
         each = []
-        for ids in (piece.to(model.device) for piece in read):
+        for ids in (piece.to(model.device).clone() for piece in read):
             first, rest = (ids, ids) if again else ids.tensor_split(2, 1)
             each.append(curves(model, first, seed, show, rest if again else rest[:, :CHUNK]))
-    finally:
-        for module in training:
-            module.training = True
     found = [sum(same[1:], same[0]) for same in zip(*each)]
     made = HeadShares(
         table=shares_of(found),
@@ -361,20 +368,16 @@ def shares_for(model: Any, wanted: str | Path) -> HeadShares:
     if known is not None:
         return known
     _check_whole(model)
-    file = user_cache("heads") / f"{weights_digest(model)}.safetensors"
+    file = _cached(model.config, weights_digest(model))
     print(
         f"fastkv: calibrating the heads of {describe(model.config)}, once for these weights, into {file}; "
         "Budget(heads='uniform') does without",
         file=sys.stderr,
         flush=True,
     )
-    before = vars(model).get("_fastkv_config")
-    detach(model)
-    try:
+    with restored(model):
+        detach(model)
         made = calibrate_heads(model)
-    finally:
-        if before is not None:
-            attach(model, check(model, before), before)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         made.save(file)
@@ -403,12 +406,9 @@ def stored_shares(
     """
     file = Path(wanted)
     if wanted == "calibrated":
-        digested = () if weights is None else (KNOWN, user_cache("heads"))
-        files = [beside(known, HEADS_FILE), *(folder / f"{weights}.safetensors" for folder in digested)]
-        found = [file for file in files if os.path.isfile(file)]  # also where nobody may look
-        if not found:
-            return None
-        file = found[0]
+        file = beside(known, HEADS_FILE)
+        if not os.path.isfile(file):  # also where nobody may look
+            return None if weights is None else _found(known, weights)
     shares = HeadShares.load(file, known)
     if weights is not None and shares.weights != weights and not compared:
         print(f"fastkv: weights in float16 do not tell whether {file} is theirs", file=sys.stderr, flush=True)
@@ -418,6 +418,22 @@ def stored_shares(
             "these with fastkv calibrate heads, or use Budget(heads='uniform')"
         )
     return shares
+
+
+def _found(known: Any, weights: str) -> HeadShares | None:
+    """The shares of these weights in the package or in the user's cache; None if there are none, or none that can be
+    used: of a damaged file or one of another rotary embedding nobody has to know.
+    """
+    for file in (KNOWN / f"{weights}.safetensors", _cached(known, weights)):
+        if os.path.isfile(file):
+            with suppress(FastKVError):
+                return HeadShares.load(file, known)
+    return None
+
+
+def _cached(known: Any, weights: str) -> Path:
+    """Where the user's cache has the shares of these weights in a model of that config."""
+    return user_cache("heads") / f"{weights}-{fingerprint(known)}.safetensors"
 
 
 def _check_whole(model: Any) -> None:

@@ -118,6 +118,11 @@ def _check_shapes(cache: FastKVCache, tokens: Tensor, mask: Any) -> None:
             f"this cache holds {first.batch_size} sequences, got {batch}; use another, reset() it or change its batch "
             "with batch_select_indices and batch_repeat_interleave"
         )
+    if isinstance(first.seen, int) and first.seen != cache.compressed[-1].seen:
+        raise FastKVError(
+            "a forward of this cache failed half way, and some layers have its tokens and others do not; reset() it "
+            "and read again"
+        )
     if not isinstance(mask, Tensor):
         return
     if mask.ndim == 4 and mask.shape[-1] != total:
