@@ -163,6 +163,20 @@ def test_a_cache_that_refused_a_call_goes_on(call, static):
         assert torch.equal(*given)
 
 
+def test_a_forward_that_failed_half_way():
+    """Some layers have its tokens and others do not."""
+    model, (ids, _) = fastkv.patch(build(), "keydiff", Budget(tokens=20, sinks=2, recent=4)), prompt(1, 50, (0,))
+    cache = model(ids[:, :40]).past_key_values
+    want = model(ids, past_key_values=fastkv.FastKVCache(model)).logits
+    fails = model.model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(ids[:, 40:], past_key_values=cache)
+    fails.remove()
+    raises("failed half way", model, ids[:, 40:], past_key_values=cache)
+    cache.reset()
+    assert torch.equal(model(ids, past_key_values=cache).logits, want)
+
+
 def test_crop_of_more_than_was_recorded():
     model = fastkv.patch(build(), budget=64)
     cache = model(prompt(1, 50, (0,))[0]).past_key_values
