@@ -20,6 +20,7 @@ from ..api import ends_of, patch
 from ..errors import FastKVError
 from ..integrations.transformers.cache import FastKVCache
 from ..integrations.transformers.stock import CACHE
+from ..policies import get
 from . import common, facts
 
 HELP = """/stats        settings, tokens seen and kept, bytes
@@ -120,6 +121,11 @@ def turn(tokenizer: Any, said: str, first: bool, ended: Collection[str] = ()) ->
 
 def run(options: argparse.Namespace, console: Console | None = None) -> None:
     """Talk until the input ends."""
+    if get(options.policy).second_reading is not None:
+        raise FastKVError(
+            f"a conversation is read as it comes, and policy {options.policy!r} reads all of a text twice; use another "
+            "one, such as fastkv"
+        )
     console = console or common.console_of()
     model, tokenizer = common.load(options.model)
     budget = common.to_budget(options.budget)
