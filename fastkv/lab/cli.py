@@ -6,6 +6,7 @@ What a subcommand runs is imported once its options are right, so that help and 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -403,7 +404,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        if error.filename is not None:  # else it is of writing what was found
+        if error.errno != errno.ENOSPC:
             raise
         print(f"fastkv {words[0]}: the output cannot be written ({error.strerror})", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
