@@ -87,10 +87,8 @@ class Conversation:
         """Go on with a saved conversation. Raises: FastKVError as `FastKVCache.load`."""
         found = FastKVCache.load(path, self.model)
         if found.compressed[0].batch_size != 1:
-            raise FastKVError(
-                f"{path} holds {found.compressed[0].batch_size} sequences, expected one conversation; save one of them "
-                "with cache.batch_select_indices"
-            )
+            held = found.compressed[0].batch_size
+            raise FastKVError(f"{path} holds {held} sequences, expected one conversation; load another file")
         self.cache = found
         self.read = self.pending.new_zeros(1, self.cache.get_seq_length())
         self.pending, self.ended = self.pending[:, :0], True
@@ -122,10 +120,7 @@ def turn(tokenizer: Any, said: str, first: bool, ended: Collection[str] = ()) ->
 def run(options: argparse.Namespace, console: Console | None = None) -> None:
     """Talk until the input ends."""
     if get(options.policy).second_reading is not None:
-        raise FastKVError(
-            f"a conversation is read as it comes, and policy {options.policy!r} reads all of a text twice; use another "
-            "one, such as fastkv"
-        )
+        raise FastKVError(f"policy {options.policy!r} reads all of a text twice, a conversation only grows; use fastkv")
     console = console or common.console_of()
     model, tokenizer = common.load(options.model)
     budget = common.to_budget(options.budget)

@@ -400,14 +400,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         getattr(importlib.import_module(module, __package__), function or "run")(options)
         if sys.stdout is not None:
             sys.stdout.flush()
-    except BrokenPipeError:  # nobody reads on, as behind | head: what is left goes nowhere, also at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
+    except OSError as error:  # of an output that nobody reads, as behind | head, or that has no room
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        print(f"fastkv {words[0]}: the output cannot be written ({error.strerror})", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.ENOSPC:
+            print(f"fastkv {words[0]}: the output cannot be written ({error.strerror})", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the rest goes at exit
         return 1
     except FastKVError as error:
         print(f"fastkv {words[0]}: {error}", file=sys.stderr)

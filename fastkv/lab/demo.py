@@ -129,10 +129,7 @@ def check(options: argparse.Namespace) -> None:
     """Raise FastKVError for what cannot be used before a model is loaded."""
     for budget in options.budgets:
         if common.to_budget(budget).quality is not None:
-            raise FastKVError(
-                f"the demo compares budgets that are known beforehand, got {budget}; give 8x, a number of tokens, keep "
-                "or bytes"
-            )
+            raise FastKVError(f"the demo needs budgets that are known beforehand, got {budget}; give 8x, for example")
     if options.text and not options.ask:
         raise FastKVError(
             f"the demo has no questions about {options.text}, expected --ask QUESTION ANSWER, got none; or leave "

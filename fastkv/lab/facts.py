@@ -240,9 +240,7 @@ def sample(
         raise FastKVError(f"split must be one of {', '.join(BANKS)}, got {split!r}")
     draw = random.Random(f"{split} {seed}")
     encode = partial(tokenizer, add_special_tokens=False)
-    facts: list[list[int]] = []
-    questions: list[Question] = []
-    head: list[int] = []
+    facts, questions, head = list[list[int]](), list[Question](), list[int]()
     for place, kind in enumerate(draw.sample(BANKS[split], asked)):
         subject = draw.choice(kind.subjects)
         value = str(draw.randrange(1_000_000, 10_000_000)) if kind.values is None else draw.choice(kind.values)

@@ -9,6 +9,7 @@ import ctypes
 import gc
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,12 @@ class Memory:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats(device)
             self.start: int | None = torch.cuda.memory_allocated(device)
-        else:
-            release()
-            self.start = resident_set("VmRSS") if forget_peak() else None
+            return
+        release()
+        self.start = None
+        with suppress(OSError):  # where it is allowed, the high-water mark is that of what follows
+            Path("/proc/self/clear_refs").write_text("5")
+            self.start = resident_set("VmRSS")
 
     def peak(self) -> int | None:
         """The most so far; None where the system does not say."""
@@ -63,15 +67,6 @@ def release() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
     if trim is not None:
         trim(0)
-
-
-def forget_peak() -> bool:
-    """From here on the high-water mark of this process is that of what follows. False where that is not allowed."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
 
 
 def resident_set(name: str) -> int:
