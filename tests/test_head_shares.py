@@ -1,6 +1,5 @@
 """Shares of heads: how they are found, what they come to in tokens, the file, and the caches that follow them."""
 
-import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -368,7 +367,9 @@ def test_a_user_without_a_home(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", nowhere)
-    assert calibration.user_cache("heads") == Path(tempfile.gettempdir(), "fastkv", "heads")
+    folder = calibration.user_cache("heads")
+    assert folder == calibration.user_cache("heads") and folder.parts[-2:] == ("fastkv", "heads")
+    assert folder.parents[1].stat().st_mode & 0o077 == 0, "nobody else can put anything there"
 
 
 @pytest.mark.calibrated

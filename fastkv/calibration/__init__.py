@@ -100,8 +100,8 @@ def _plain(value: Any) -> Any:
 
 
 def beside(config: Any, name: str) -> Path:
-    """The file of that name in the directory that the model with this config was loaded from; it need not be there, and
-    is not where the model was not loaded."""
+    """The file of that name in the directory that the model with this config was loaded from; it need not be there.
+    Of a model that was not loaded from any, a path where nothing can be."""
     return Path(getattr(config, "_name_or_path", "") or os.devnull) / name
 
 
@@ -110,8 +110,14 @@ def user_cache(kind: str) -> Path:
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:  # a user without a home, as containers have
-        folder = Path(tempfile.gettempdir())
+        folder = _own_folder()
     return folder / "fastkv" / kind
+
+
+@functools.cache
+def _own_folder() -> Path:
+    """For this process, and writable by its user only: what is compiled is loaded from there."""
+    return Path(tempfile.mkdtemp(prefix="fastkv-"))
 
 
 def check_writable(path: Any) -> Path:

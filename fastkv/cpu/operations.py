@@ -246,20 +246,13 @@ def keydiff_scores(
     positions: Tensor | None = None,
     rotary: Rotary | None = None,
 ) -> Tensor:
-    """`reference.keydiff_scores`; of cosines in one pass for the anchor and one for the scores.
-
-    Args: positions, rotary: as of `ops.keydiff_scores`.
-    """
-    dim, turn = keys.shape[-1], None
+    """`reference.keydiff_scores`; of cosines in one pass for the anchor and one for the scores."""
+    dim = keys.shape[-1]
     fits = keys.dtype in DTYPES and dim % (2 * compiled_slots.WIDE) == 0 and distance == "cosine"
-    fits = fits and (rotary is None or rotary.halves(dim)) and cpu.available("key_scores")
-    if rotary is not None and positions is not None:
-        if fits:
-            turn = rotary.turn(positions)
-        else:
-            keys = rotary.unrotate(keys.to(reference.compute_dtype(keys)), positions)
-    if not fits:
-        return reference.keydiff_scores(keys, anchor, distance=distance, mask=hiding(mask))
+    if not fits or not (rotary is None or rotary.halves(dim)) or not cpu.available("key_scores"):
+        told = {"distance": distance, "positions": positions, "rotary": rotary}
+        return reference.keydiff_scores(keys, anchor, mask=hiding(mask), **told)  # type: ignore[arg-type]
+    turn = None if rotary is None or positions is None else rotary.turn(positions)
     rows, out = keys.float().contiguous(), torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
     valid = torch.ones_like(out, dtype=torch.bool) if mask is None else mask.contiguous()
     tensors = rows, *(turn or (None, None)), valid, out
@@ -277,23 +270,21 @@ def manifold_scores(keys: Tensor, window: int | None, metric: str, *, mask: Tens
 FEW = 8  # a part of the candidates that is found without sorting all of them
 
 
-def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, tokens: int) -> Selection:
-    """`reference.select`; as `select_each`."""
-    every = torch.full_like(scores[..., 0], tokens, dtype=torch.int64)
-    return select_each(scores, positions, valid, protected, every)
-
-
-def select_each(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, tokens: Tensor) -> Selection:
-    """`reference.select_each`; where few leave, as between generated tokens, only these are sorted."""
+def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, tokens: int | Tensor) -> Selection:
+    """`reference.select`, or `select_each`; where few leave, as between generated tokens, only these are sorted."""
     excess = (valid.sum(-1) - tokens).clamp(min=0)
     most = int(excess.max())
     if FEW * most > scores.shape[-1]:
-        return reference.select_each(scores, positions, valid, protected, tokens)
+        sorting: Any = reference.select if isinstance(tokens, int) else reference.select_each
+        return sorting(scores, positions, valid, protected, tokens)  # type: ignore[no-any-return]
     rank = reference.ranks(scores, positions, valid, protected)
     worst = torch.where(valid, rank, torch.iinfo(rank.dtype).min).topk(most, dim=-1).indices
     stays = valid.gather(-1, worst) & (torch.arange(most, device=worst.device) >= excess[..., None])
     kept = valid.scatter(-1, worst, stays)
     return Selection(kept, kept.sum(-1))
+
+
+select_each = select
 
 
 def gone_first(positions: Tensor, gone: Tensor, most: int) -> Tensor:

@@ -106,9 +106,9 @@ def decode_rows(form: RowFormat, codes: Tensor, scales: Tensor | None, dtype: to
 class Standing:
     """What is the same in every step of a layer, found once for the tensors it has.
 
-    Attributes: tensors: that it was found for.  place: of the first, as tensors that are shared between processes move,
-        all of a state at once; to ask each of them took longer than all else here, as no step finds them in a core's
-        cache.  attention: with these; None where `step` cannot be used.
+    Attributes: tensors: that it was found for.  place: address of the keys. Tensors that become shared between
+        processes move, all of a state at once, so one address tells; to ask every tensor for its own is slow.
+        attention: with these; None where `step` cannot be used.
         takes: whether a token can be stored in that call, too.
     """
 
@@ -248,16 +248,13 @@ def leave(slots: Slots, kept: Tensor, known: Tensor | None) -> bool:
     memory = [] if known is None or slots.memory is None else [slots.memory]
     found = [moving_at(part, starts is not None) for part in (*memory, *slots.moving().values())]
     parts = [part for part in found if part is not None]
-    if (
-        len(parts) < len(found)
-        or len(memory) < (known is not None)
-        or not owned_as_expected(slots)
-        or not cpu.available("slots")
-    ):
+    if len(parts) < len(found) or not owned_as_expected(slots) or not cpu.available("slots"):
         return False
-    kept, known = kept.contiguous(), None if known is None else dense(known, torch.float32)
-    own = parts.pop(0) if memory else C.Moving()
-    rows, numbers = (C.Moving * len(Slots.MOVING))(*parts), None if known is None else known.data_ptr()
+    kept, own, numbers = kept.contiguous(), C.Moving(), None
+    if memory and known is not None:
+        known, own = dense(known, torch.float32), parts.pop(0)
+        numbers = known.data_ptr()
+    rows = (C.Moving * len(Slots.MOVING))(*parts)
     given = C.Leaving(rows, own, lengths.data_ptr(), None, kept.data_ptr(), numbers, len(parts), *kept.shape)
     given.length_stride = lengths.stride(0)
     if starts is not None:

@@ -187,7 +187,7 @@ def keydiff_scores(
     positions: Tensor | None = None, rotary: Rotary | None = None,
 ) -> Tensor:  # fmt: skip
     """`reference.keydiff_scores` of unit stride along D, for anchors "mean" and "normalized_mean"; positions and
-    rotary as in `ops.keydiff_scores`. Cost: two launches, no host sync.
+    rotary as there. Cost: two launches, no host sync.
     """
     metric = {"cosine": "keydiff", "dot": "dot", "euclidean": "l2"}[distance]
     return _scores(keys, metric, anchor == "normalized_mean", None, mask, positions, rotary)

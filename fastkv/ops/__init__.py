@@ -306,20 +306,13 @@ def keydiff_scores(
     rotary: Rotary | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """`reference.keydiff_scores`. Kernel: two passes over the keys for the anchors mean and normalized_mean.
-
-    Args: positions [B, Hkv, N], to which `rotary` has turned the keys, if they are to be compared as they were before.
-    """
+    """`reference.keydiff_scores`. Kernel: two passes over the keys for the anchors mean and normalized_mean."""
     reference.check_keydiff(anchor, distance)
     if anchor not in ("mean", "normalized_mean"):  # the paper's ablation has no kernel
         backend = "reference"
-    function, before = implementation("keydiff_scores", backend, keys.device.type), {}
-    if rotary is not None and positions is not None:
-        if resolve(backend, keys.device) != "reference":
-            before = {"positions": positions, "rotary": rotary}
-        else:
-            keys = rotary.unrotate(keys.to(compute_dtype(keys)), positions)
-    return function(keys, anchor, distance=distance, mask=mask, **before)  # type: ignore[no-any-return]
+    function: Any = implementation("keydiff_scores", backend, keys.device.type)
+    told = {"distance": distance, "mask": mask, "positions": positions, "rotary": rotary}
+    return function(keys, anchor, **told)  # type: ignore[no-any-return]
 
 
 # Kernel: two passes over the keys.

@@ -37,7 +37,13 @@ def check_keydiff(anchor: str, distance: str) -> None:
 
 
 def keydiff_scores(
-    keys: Tensor, anchor: str = "mean", *, distance: str = "cosine", mask: Tensor | None = None
+    keys: Tensor,
+    anchor: str = "mean",
+    *,
+    distance: str = "cosine",
+    mask: Tensor | None = None,
+    positions: Tensor | None = None,
+    rotary: Rotary | None = None,
 ) -> Tensor:
     """Keys unlike the others are kept: score_i = -cos(a, k_i) (KeyDiff, arXiv:2504.15364, Sec. 3.2).
 
@@ -45,12 +51,15 @@ def keydiff_scores(
     ("normalized_mean", Eq. 8) or their coordinate-wise median ("median"). "pairwise" sums the cosine with every key
     (Eq. 7) at O(N^2) cost. Distances other than cosine are the paper's ablation: -a.k ("dot"), |a - k| ("euclidean").
 
-    Args: keys [B, Hkv, N, D] post-RoPE; mask [B, Hkv, N] bool, true for real tokens (default all).
+    Args: keys [B, Hkv, N, D] post-RoPE; mask [B, Hkv, N] bool, true for real tokens (default all); positions [B, Hkv,
+        N], to which `rotary` has turned the keys, if they are to be compared as they were before.
     Returns: [B, Hkv, N] fp32 (fp64 for fp64 keys); computed in that dtype, because bf16 cosines tie massively.
     Raises: FastKVError for an unknown anchor or distance.
     """
     check_keydiff(anchor, distance)
     keys = keys.to(compute_dtype(keys))
+    if rotary is not None and positions is not None:
+        keys = rotary.unrotate(keys, positions)
     count: int | Tensor = keys.shape[2]
     if mask is not None:
         keys = torch.where(mask[..., None], keys, 0)  # a masked-out row may hold NaN

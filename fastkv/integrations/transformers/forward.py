@@ -112,13 +112,14 @@ def base_forward(self: Any, given: dict[str, Any]) -> Any:
 
 def _check_shapes(cache: FastKVCache, tokens: Tensor, mask: Any) -> None:
     """Raise FastKVError before any layer counts tokens of another batch, or with a mask that does not fit them."""
-    (batch, total), first = tokens.shape[:2], cache.compressed[0]
-    if cache.started and batch != first.batch_size:
+    (batch, total), layers = tokens.shape[:2], cache.compressed
+    first, last = layers[0], layers[-1]
+    if first.cache.started and batch != first.batch_size:
         raise FastKVError(
             f"this cache holds {first.batch_size} sequences, got {batch}; use another, reset() it or change its batch "
             "with batch_select_indices and batch_repeat_interleave"
         )
-    if isinstance(first.seen, int) and first.seen != cache.compressed[-1].seen:
+    if isinstance(first.seen, int) and first.seen != last.seen:
         raise FastKVError(
             "a forward of this cache failed half way, and some layers have its tokens and others do not; reset() it "
             "and read again"
@@ -152,9 +153,9 @@ def decoder_forward(self: Any, given: dict[str, Any]) -> Any:
     if prompt is not None and prompt.masks is not None and prompt.masks.asking:
         raise MaskMade(mask)
     padding = padding_of(given)
-    if prompt is None:
+    if prompt is None and "_fastkv_base_forward" not in vars(self):  # else it was checked there
         _check_shapes(cache, tokens, mask)
-    else:
+    if prompt is not None:
         # A base model may lengthen what it was given, as Qwen2-Audio does with sounds, and the mask with it.
         padding = prompt.padding = prompt.padding if padding is None else padding
     _place(cache, given, padding, total)
