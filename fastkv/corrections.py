@@ -154,7 +154,7 @@ class VectorCorrection(Correction):
     key_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not is_number(self.share) or not 0 <= self.share <= 1:
+        if not is_number(self.share, 0, 1):
             raise FastKVError(
                 f"{self.name}: share must be in [0, 1], got {self.share!r}; 0.5 is the paper's at strong compression"
             )

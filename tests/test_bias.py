@@ -88,6 +88,22 @@ def test_a_block_counts_what_came_before_it_as_often(backend, slab):
         torch.testing.assert_close(lse[:, :, at].double(), total, atol=1e-5, rtol=1e-5)
 
 
+def test_biases_of_slots_that_are_decoded_first():
+    """As kernels decode codes of 4 bits of wide heads, of which not all slots are in use."""
+    keys, values = (random(1, HKV, 16, 128, seed=seed) for seed in (1, 2))
+    positions = torch.arange(16, dtype=torch.int32).repeat(1, HKV, 1)
+    state = make_state(keys, values, torch.tensor([[7, 8]], dtype=torch.int32), positions, torch.tensor([8]))
+    state.exact.bias, state.exact.filled = random(1, HKV, 16, seed=3), 8
+    state = encoded(state, "int4")
+    block = random(1, HQ, 3, 128, seed=4), *(random(1, HKV, 3, 128, seed=seed) for seed in (5, 6))
+    found, want = (
+        ops.prefill_attention(*block, torch.ones(1, 3, dtype=torch.bool), state, make_spec(0.1, backend=backend))
+        for backend in ("triton", "reference")
+    )
+    for one, other in zip(found, want):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
 def test_observed_attention_is_that_of_as_many_copies(backend):
     q, keys = random(B, HQ, 4, D, seed=3, dtype=torch.float64), held(dtype=torch.float64).exact.keys

@@ -203,7 +203,7 @@ def test_refusals_say_what_to_do():
     loose = copied(state)
     loose.exact.keys = loose.exact.keys.transpose(0, 1).contiguous().transpose(0, 1)[:, :, ::2]
     loose.exact.values, loose.exact.filled = loose.exact.values[:, :, ::2], loose.exact.keys.shape[2]
-    raises("leading slots of a contiguous cache", prefill_attention, *block, loose, make_spec(order=1))
+    raises("keys must be contiguous", prefill_attention, *block, loose, make_spec(order=1))
     state.sink_logits = torch.zeros(3)
     raises("sink_logits", prefill_attention, *block, state, make_spec())
     for dim, dtype, what in ((528, torch.float16, "up to 512"), (272, torch.float32, "up to 256 in float32")):

@@ -471,5 +471,5 @@ def test_what_is_refused(match, kernel, given):
 
 
 def test_z_scores_refuse_a_mask_of_another_shape():
-    with pytest.raises(FastKVError, match=r"z_scores: scores must have shape \[3, 1, 2, 5\]"):
+    with pytest.raises(FastKVError, match=r"unlike must have shape \[3, 1, 2, 5\]"):
         z_scores.z_scores(torch.zeros(3, 2, 2, 5), torch.ones(1, 2, 5, dtype=torch.bool))

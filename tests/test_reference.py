@@ -139,6 +139,7 @@ def test_window_attention_is_causal_ignores_padding_and_shares_with_the_evicted(
     q, keys, mass = randn(1, 2, 3, 8), randn(1, 1, 6, 8, seed=1), randn(1, 2, 3, seed=2)
     visible = torch.arange(6) <= torch.tensor([3, 4, 5])[:, None]
     query_valid = torch.tensor([[False, True, True]])
+    visible[0] = False  # of padding, which sees nothing
     got = reference.window_attention(q, keys, 0.4, visible=visible[None, None], query_valid=query_valid, log_mass=mass)
     expected = torch.zeros(6, dtype=F64)
     for g, w in ((g, w) for g in range(2) for w in (1, 2)):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import cpu, reference
-from ..reference import Centroids, Evicted, LayerState, Moments, Selection, Spec, centroids, merge_partials
+from ..reference import Centroids, LayerState, Moments, Selection, Spec, centroids, merge_partials
 from ..reference.scores import EPSILON
 from ..rotary import Rotary
 from . import slots as compiled_slots
@@ -120,44 +120,6 @@ def runs_of(rows: list[int]) -> list[list[int]]:
     return runs
 
 
-def window_attention(
-    q: Tensor,
-    keys: Tensor,
-    scale: float,
-    softcap: None = None,
-    *,
-    visible: Tensor,
-    query_valid: Tensor,
-    log_mass: Tensor | None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """`reference.window_attention` without softcap, where every valid query sees something."""
-    (batch, num_heads, num, dim), (heads, slots) = q.shape, keys.shape[1:3]
-    groups = num_heads // heads
-    rows = q.float().reshape(batch * heads, groups * num, dim)
-    logits = torch.bmm(rows * scale, keys.float().reshape(batch * heads, slots, dim).transpose(1, 2))
-    if bias is not None:
-        logits += bias.reshape(batch * heads, 1, slots)
-    # A number, not -inf, so that queries of padding, which may see nothing, get weights that can be left out.
-    hidden = torch.finfo(logits.dtype).min
-    logits.view(batch, heads, groups, num, slots).masked_fill_(~visible[:, :, None], hidden)
-    weights = logits.softmax(-1)
-    share = query_valid.float() / (groups * query_valid.sum(-1, keepdim=True).clamp(min=1))
-    share = share[:, None, None].expand(batch, heads, groups, num).reshape(batch * heads, 1, -1)
-    if log_mass is not None:
-        lse = logits.amax(-1) - weights.amax(-1).log()  # the largest weight is exp(top - lse)
-        share = share * torch.sigmoid(lse - log_mass.float().reshape(lse.shape))[:, None]
-    return torch.bmm(share, weights).view(batch, heads, slots)
-
-
-def observed_attention(
-    q: Tensor, keys: Tensor, positions: Tensor, valid: Tensor, scale: float, softcap: float | None = None, **given: Any
-) -> tuple[Tensor, Tensor]:
-    """`reference.observed_attention`."""
-    attention = window_attention if serves(q, keys.shape[-1], softcap) else reference.window_attention
-    return reference.observed(attention, q, keys, positions, valid, scale, softcap, **given)
-
-
 def prefill_attention(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor, state: LayerState, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,58 +140,10 @@ def prefill_attention(
         out, lse = merge_partials(out, lse, past, past_lse.masked_fill(empty, float("-inf")))
     known, mass = spec.evicted(state), torch.full_like(lse, float("-inf"))
     if known is not None:
-        value, mass = mixed_in(q, known, spec)
+        value, mass = known.estimate(q, spec.scale, spec.softcap)
         out, lse = merge_partials(out, lse, value, mass)
     out, lse = reference.with_sink(out, lse, None if state.sink_logits is None else state.sink_logits[:, None])
     return out.to(q.dtype), lse, mass
-
-
-def mixed_in(q: Tensor, known: Evicted, spec: Spec) -> Estimate:
-    """`Evicted.estimate` for q [B, Hq, T, D], in as few operators as its equations have terms: for a block of a
-    prompt centroids then take half the time.
-    """
-    if spec.softcap is None and q.dtype != torch.float64:
-        if isinstance(known, Centroids) and known.keys.dtype != torch.float64:
-            return centroid_estimate(q, known, spec.scale)
-        if isinstance(known, Moments):
-            assert known.key_mean is not None
-            if known.key_mean.dtype == torch.float32:
-                return moment_estimate(q.float(), known, spec.scale)
-    return known.estimate(q, spec.scale, spec.softcap)
-
-
-def moment_estimate(q: Tensor, moments: Moments, scale: float) -> Estimate:
-    """As `reference.moment_estimate`."""
-    assert moments.key_mean is not None and moments.value_mean is not None
-    batch, num_heads, num, dim = q.shape
-    rows = q.reshape(moments.count.numel(), -1, dim)
-    count = moments.count.reshape(-1, 1, 1).to(q.dtype)
-    log_mass = torch.baddbmm(count.log(), rows, moments.key_mean.reshape(-1, dim, 1), alpha=scale)  # -inf if none
-    value = moments.value_mean.reshape(len(rows), 1, -1)
-    if moments.cross is not None:
-        linear = torch.bmm(rows, moments.cross.reshape(len(rows), dim, -1))
-        value = torch.addcmul(value, linear, scale / count.clamp(min=1))
-    return value.expand(-1, rows.shape[1], -1).reshape(batch, num_heads, num, -1), log_mass.view(batch, num_heads, num)
-
-
-def centroid_estimate(q: Tensor, centroids: Centroids, scale: float) -> Estimate:
-    """As `reference.centroid_estimate`; log n + log cosh x = log(n / 2) + x + log(1 + e^-2x), x >= 0.
-
-    In operators of one argument: those of two do the last numbers of a tensor another way than vectors of them.
-    """
-    batch, num_heads, num, dim = q.shape
-    keys, values = (means.flatten(0, 1).float() for means in (centroids.keys, centroids.values))
-    count, spread = (part.reshape(len(keys), 1, -1) for part in (centroids.count, centroids.spread))
-    rows = q.float().reshape(len(keys), -1, dim)
-    logit = torch.baddbmm((count / 2).log(), rows, keys.transpose(1, 2), alpha=scale)  # -inf for an unused centroid
-    sigma = (spread / count.clamp(min=1)).sqrt()
-    deviation = torch.linalg.vector_norm(rows, dim=-1, keepdim=True) * (abs(scale) * sigma)
-    logit += (-2 * deviation).exp_().log1p_()
-    logit += deviation
-    log_mass = logit.logsumexp(-1, keepdim=True)
-    weights = torch.exp(logit - log_mass.clamp(min=torch.finfo(logit.dtype).min))
-    value = torch.bmm(weights, values)
-    return value.view(batch, num_heads, num, -1), log_mass.view(batch, num_heads, num)
 
 
 def hiding(mask: Tensor | None) -> Tensor | None:
@@ -248,7 +162,8 @@ def keydiff_scores(
 ) -> Tensor:
     """`reference.keydiff_scores`; of cosines in one pass for the anchor and one for the scores."""
     dim = keys.shape[-1]
-    fits = keys.dtype in DTYPES and dim % (2 * compiled_slots.WIDE) == 0 and distance == "cosine"
+    means = distance == "cosine" and anchor in ("mean", "normalized_mean")
+    fits = means and keys.dtype in DTYPES and dim % (2 * compiled_slots.WIDE) == 0
     if not fits or not (rotary is None or rotary.halves(dim)) or not cpu.available("key_scores"):
         told = {"distance": distance, "positions": positions, "rotary": rotary}
         return reference.keydiff_scores(keys, anchor, mask=hiding(mask), **told)  # type: ignore[arg-type]

@@ -409,13 +409,11 @@ def _home(rows_ptr, page, pair, HEADS: tl.constexpr):
 
 @triton.jit
 def _page(pointer, row, page):
-    """A tensor's part in the page of a row; the tensor itself where it is no view of pages or absent.
+    """A tensor's part in the page of a row; the tensor itself where it is no view of pages.
 
     page: units of 16 bytes from one page to the next, None without pages; so the compiler sees that parts are aligned.
     """
-    if pointer is None:
-        return  # an absent tensor may not be returned by its name: triton 3.6 would make a number of it
-    elif page is None:
+    if page is None:
         return pointer
     else:
         return pointer + row * page * (128 // pointer.dtype.element_ty.primitive_bitwidth)

@@ -6,7 +6,7 @@
 Two passes over the keys: sums per split of each window, then, after each program has added up the splits of its window
 in order, the scores. Everything in fp32; distances from differences, not from |k|^2 - 2 k.mu + |mu|^2, which cancels.
 Bytes: 2 N D per head in the keys' dtype, 4 N out, and the sums of at most 64 splits per window.
-Does not handle: the KeyDiff anchors "median" and "pairwise"; they stay in the reference.
+The KeyDiff anchors "median" and "pairwise" are the reference's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference.geometry import check_metric
+from .. import reference
 from ..rotary import Rotary
 from ._arguments import View
 from ._launch import check_head_dim, check_like, pow2
@@ -186,9 +186,13 @@ def keydiff_scores(
     keys: Tensor, anchor: str = "mean", *, distance: str = "cosine", mask: Tensor | None = None,
     positions: Tensor | None = None, rotary: Rotary | None = None,
 ) -> Tensor:  # fmt: skip
-    """`reference.keydiff_scores` of unit stride along D, for anchors "mean" and "normalized_mean"; positions and
-    rotary as there. Cost: two launches, no host sync.
+    """`reference.keydiff_scores` of unit stride along D. Cost: two launches, no host sync; the paper's ablation, other
+    anchors than "mean" and "normalized_mean", is the reference's.
     """
+    reference.check_keydiff(anchor, distance)
+    if anchor not in ("mean", "normalized_mean"):
+        told: Any = {"distance": distance, "mask": mask, "positions": positions, "rotary": rotary}
+        return reference.keydiff_scores(keys, anchor, **told)
     metric = {"cosine": "keydiff", "dot": "dot", "euclidean": "l2"}[distance]
     return _scores(keys, metric, anchor == "normalized_mean", None, mask, positions, rotary)
 
@@ -197,5 +201,5 @@ def manifold_scores(
     keys: Tensor, window: int | None = None, metric: str = "l2", *, mask: Tensor | None = None
 ) -> Tensor:
     """`reference.manifold_scores`, likewise; windows with a mask add an argsort of the mask."""
-    check_metric(metric, window)
+    reference.check_metric(metric, window)
     return _scores(keys, metric, False, window, mask)

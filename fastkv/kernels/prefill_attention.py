@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..errors import FastKVError, check_groups, check_shape
+from ..errors import check_groups, check_shape
 from ..reference import LayerState, Moments, Spec
 from ._arguments import PAIRS, Attended, EvictedPointers, ResultPointers, Scaling, StatePointers, View
 from ._attention import (
@@ -489,15 +489,8 @@ def prefill_attention(
     if state.rows is not None and (tile is None or divides or spills or exact.starts is not None):  # copies them alone
         with state.gathered(changes=False) as own:
             return prefill_attention(q, k, v, valid, own, spec)
-    starts = None if tile is None or exact.values is None else exact.starts  # else unequal heads are copied
-    names = PAIRS[:2] if exact.format.plain else PAIRS
-    bias, lengths = exact.bias, exact.lengths
-    if starts is None:
-        keys, values, *found = exact.stored(*names)
-        bias = None if bias is None else exact.stored("bias")[0]
-    else:
-        keys, values, *found = (getattr(exact, name) for name in names)
-    scales = found or (None, None)
+    keys, values, *scales = (getattr(exact, name) for name in PAIRS)
+    starts, bias, lengths = exact.starts, exact.bias, exact.lengths
     check_scales(op, exact)
     _, heads, num_slots, _ = addressed(op, keys, starts).shape
     groups, stored = check_groups(op, num_heads, heads), batch if state.rows is None else len(keys)
@@ -509,23 +502,17 @@ def prefill_attention(
     check_shape(op, "valid", valid, (batch, num))
     page, pointers = None, known.pointers
     if state.rows is None:
-        check_contiguous(op, lengths=lengths, matrix=pointers.matrix_ptr)
+        check_contiguous(op, keys=keys, values=values, bias=bias, lengths=lengths, matrix=pointers.matrix_ptr)
     else:
         page = check_rows(op, state, StatePointers.of(exact, *PAIRS, "bias", "lengths"), pointers)
     check_contiguous(op, valid=valid)
     check_like(op, (num_heads,), sink_logits=state.sink_logits)
-    if tile is None:
-        keys, values = (exact[name].to(q.dtype) for name in ("keys", "values"))
-        scales, tile = (None, None), choose()
+    if tile is None:  # decoded, and heads made equal
+        keys, values = (exact[name].to(q.dtype) for name in PAIRS[:2])
+        bias = None if bias is None else exact["bias"].contiguous()
+        starts, scales, tile = None, [None, None], choose()
         assert tile is not None
-    slots = num_slots if starts is not None else keys.stride(1) // keys.shape[-1]
-    if starts is not None:
-        check_contiguous(op, keys=keys, values=values)
-    for name, tensor in (("keys", keys), ("values", values)) if starts is None else ():
-        row, free = tensor.shape[-1], page is not None or batch == 1  # to lie anywhere
-        if num_slots and tensor.stride()[free:] != (heads * slots * row, slots * row, row, 1)[free:]:
-            raise FastKVError(f"{op}: {name} must be leading slots of a contiguous cache, got strides "
-                              f"{tensor.stride()} for shape {list(tensor.shape)}; slice only the slots")  # fmt: skip
+    slots = keys.shape[-2]
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     out = torch.empty(batch, num_heads, num, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_heads, num, dtype=torch.float32, device=q.device)

@@ -88,19 +88,15 @@ def needed_scores(unlike: Tensor, expected: Tensor | None, reread: Tensor | None
 
     Raises: FastKVError for other shapes or strides.
     """
-    check_like("needed_scores", valid.shape, unlike=unlike, expected=expected, reread=reread)
-    return _launched(unlike, expected, reread, valid)
-
-
-def z_scores(scores: Tensor, mask: Tensor) -> Tensor:
-    """`reference.z_scores` of contiguous fp32 scores. Raises: FastKVError for other shapes or strides."""
-    check_like("z_scores", (*scores.shape[: -mask.ndim], *mask.shape), scores=scores)
-    return _launched(scores, None, None, mask)
-
-
-def _launched(unlike: Tensor, expected: Tensor | None, reread: Tensor | None, valid: Tensor) -> Tensor:
+    shape = (*unlike.shape[: -valid.ndim], *valid.shape)
+    check_like("needed_scores", shape, unlike=unlike, expected=expected, reread=reread)
     valid, out = valid.contiguous(), torch.empty_like(unlike)
     if out.numel():
         grid = valid[..., 0].numel(), out.numel() // valid.numel()
         _needed_kernel[grid](unlike, expected, reread, valid.view(torch.uint8), out, valid.shape[-1], BLOCK=BLOCK)
     return out
+
+
+def z_scores(scores: Tensor, mask: Tensor) -> Tensor:
+    """`reference.z_scores`, likewise; scores may have further axes before those of the mask."""
+    return needed_scores(scores, None, None, mask)

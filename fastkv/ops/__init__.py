@@ -32,17 +32,19 @@ from ..reference import (
     output_norms,
     protected,
     random_scores,
-    streaming_scores,
 )
 from ..rotary import Rotary
 from .operator import by_keyword, by_spec, nothing, opaque
 
 
-def _step_outputs(
-    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
-) -> tuple[Tensor, Tensor, Tensor]:
-    lse = q.new_empty(q.shape[:2], dtype=compute_dtype(q))
-    return q.new_empty(*q.shape[:2], state.exact.value_dim), lse, torch.empty_like(lse)
+def _attended(q: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for attention of q [..., D] to values of that width, and two log-sum-exps."""
+    lse = q.new_empty(q.shape[:-1], dtype=compute_dtype(q))
+    return q.new_empty(*q.shape[:-1], width), lse, torch.empty_like(lse)
+
+
+def _step_outputs(q: Tensor, k: Any, v: Any, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
+    return _attended(q, state.exact.value_dim)
 
 
 # Kernel: one launch, append included; no allocation but the results.
@@ -81,8 +83,7 @@ def decode_attention(
 
 
 def _block_outputs(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    lse = q.new_empty(q.shape[:3], dtype=compute_dtype(q))
-    return q.new_empty(*q.shape[:3], v.shape[-1]), lse, torch.empty_like(lse)
+    return _attended(q, v.shape[-1])
 
 
 # Kernel: one launch.
@@ -295,25 +296,8 @@ def _of_second(first: Tensor | None, *rest: Any) -> Tensor:
     return _of_first(*rest)
 
 
-@opaque(_of_first)
-def keydiff_scores(
-    keys: Tensor,
-    anchor: str = "mean",
-    *,
-    distance: str = "cosine",
-    mask: Tensor | None = None,
-    positions: Tensor | None = None,
-    rotary: Rotary | None = None,
-    backend: str = "auto",
-) -> Tensor:
-    """`reference.keydiff_scores`. Kernel: two passes over the keys for the anchors mean and normalized_mean."""
-    reference.check_keydiff(anchor, distance)
-    if anchor not in ("mean", "normalized_mean"):  # the paper's ablation has no kernel
-        backend = "reference"
-    function: Any = implementation("keydiff_scores", backend, keys.device.type)
-    told = {"distance": distance, "mask": mask, "positions": positions, "rotary": rotary}
-    return function(keys, anchor, **told)  # type: ignore[no-any-return]
-
+# Kernel: two passes over the keys, for the anchors mean and normalized_mean.
+keydiff_scores = opaque(_of_first)(by_keyword(reference.keydiff_scores))
 
 # Kernel: two passes over the keys.
 manifold_scores = opaque(_of_first)(by_keyword(reference.manifold_scores))

@@ -39,10 +39,10 @@ ATTRIBUTES = {
 }
 
 
-def flat_parts(prefix: str, owner: Any) -> tuple[list[Tensor], list[str]]:
-    """The tensors of a dataclass and their names."""
+def flat_parts(prefix: str, owner: Any) -> tuple[list[Tensor], str]:
+    """The tensors of a dataclass and their names, side by side."""
     names = [name for name in ATTRIBUTES[type(owner)] if isinstance(getattr(owner, name), Tensor)]
-    return [getattr(owner, name) for name in names], [prefix + name for name in names]
+    return [getattr(owner, name) for name in names], " ".join(prefix + name for name in names)
 
 
 def flat_state(state: LayerState) -> tuple[list[Tensor], str, list[int]]:
@@ -53,7 +53,7 @@ def flat_state(state: LayerState) -> tuple[list[Tensor], str, list[int]]:
     for prefix, owner in (*state.owners(), *recovery):
         more, called = flat_parts(prefix, owner)
         tensors += more
-        names += called
+        names += called.split()
     if state.sink_logits is not None:
         tensors.append(state.sink_logits.detach())  # a parameter of the model; no gradient passes through operators
         names.append("sink_logits")
@@ -115,14 +115,8 @@ def spec_of(text: str) -> Spec:
     )
 
 
-def flat_moments(moments: Moments) -> tuple[list[Tensor], str]:
-    """The two arguments that moments become."""
-    tensors, names = flat_parts("", moments)
-    return tensors, " ".join(names)
-
-
 def moments_of(tensors: list[Tensor], names: str) -> Moments:
-    """The inverse of `flat_moments`."""
+    """The inverse of `flat_parts`."""
     return Moments(**dict(zip(names.split(), tensors)))
 
 
@@ -152,7 +146,7 @@ FORMS: dict[Any, Form] = {
         for kind, name in PLAIN.items()
     },
     LayerState: Form(("Tensor@[] $", "str $_names", "SymInt[] $_numbers"), flat_state, state_of),
-    Moments: Form(("Tensor@[] $", "str $_names"), flat_moments, moments_of),
+    Moments: Form(("Tensor@[] $", "str $_names"), functools.partial(flat_parts, ""), moments_of),
     **{
         kind: Form(("Tensor? $", "float $_scaling", "bool $_interleaved", "int $_start"), flat_rotary, rotary_of)
         for kind in (Rotary, Rotary | None)
@@ -240,17 +234,17 @@ def opaque(fake: Callable[..., Any], changes: tuple[str, ...] = ()) -> Callable[
 
         @functools.wraps(function)
         def call(*arguments: Any, **options: Any) -> Any:
-            first = (
-                arguments[0]
-                if isinstance(arguments[0], Tensor)
-                else next(a for a in arguments if isinstance(a, Tensor))
-            )
+            first = next((a for a in (*arguments, *options.values()) if isinstance(a, Tensor)), None)
             looked_at = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
             if type(first) is Tensor and first.is_cpu and not looked_at:
                 return function(*arguments, **options)
-            rest = tuple(options.get(parameter, default) for parameter, default in defaults[len(arguments) :])
+            rest = dict(defaults[len(arguments) :]) | options
+            wanted = len(arguments) + len(rest) == len(defaults)
+            if not wanted or any(one is inspect.Parameter.empty for one in rest.values()):
+                got = ", ".join((f"{len(arguments)} by place", *options))
+                raise TypeError(f"{name}() takes {', '.join(parameters)}, each once, got {got}")
             given: list[Any] = []
-            for kind, argument in zip(kinds, arguments + rest):
+            for kind, argument in zip(kinds, (*arguments, *rest.values())):
                 given.extend(FORMS[kind].there(argument))
             result = registered(*given)
             return Selection(*result) if returned is Selection else result

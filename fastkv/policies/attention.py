@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize, pad
 
 from .. import ops
-from ..errors import FINITE, FastKVError, is_number
 from ..reference import check_pool, compute_dtype, position_order
 from ..reference.attention import masked_softmax
-from .base import Policy, Shares, Signals, check_at_least
+from .base import Policy, Shares, Signals, check_at_least, check_within
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,7 @@ class H2O(Policy):
     recent: float = 0.5
 
     def __post_init__(self) -> None:
-        if not is_number(self.recent, 0, 1):
-            raise FastKVError(f"h2o: recent must be a share in [0, 1], got {self.recent!r}; the paper uses 0.5")
+        check_within(self, 0, 1, recent=0.5)
 
     @property
     def shares(self) -> Shares:
@@ -167,11 +165,8 @@ class RKV(SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not is_number(self.weight, 0, 1) or not is_number(self.threshold, -FINITE, FINITE):
-            raise FastKVError(
-                f"rkv: weight must be in [0, 1] and threshold finite, got {self.weight!r} and {self.threshold!r}; the "
-                "paper's code uses 0.1 and 0.5"
-            )
+        check_within(self, 0, 1, weight=0.1)
+        check_within(self, -1, 1, threshold=0.5)
 
     def score(self, signals: Signals) -> Tensor:
         """Attention less redundancy, [B, Hkv, N] fp32."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from ..backend import Parallel
-from ..errors import FastKVError, is_whole
+from ..errors import FINITE, FastKVError, is_number, is_whole
 from ..reference import Moments
 from ..rotary import Rotary
 
@@ -222,3 +222,12 @@ def check_at_least(policy: Policy, **least: int) -> None:
             raise FastKVError(
                 f"{policy.name}: {name} must be an integer of at least {minimum}, got {value!r}; pass a whole number"
             )
+
+
+def check_within(policy: Policy, least: float, most: float = FINITE, **examples: float) -> None:
+    """Raise FastKVError unless each named hyper-parameter is a finite number in that range; its example is."""
+    where = f"of at least {least:g}" if most == FINITE else f"in [{least:g}, {most:g}]"
+    for name, example in examples.items():
+        value = getattr(policy, name)
+        if not is_number(value, least, most):
+            raise FastKVError(f"{policy.name}: {name} must be a finite number {where}, got {value!r}; try {example}")

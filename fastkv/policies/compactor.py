@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..errors import FINITE, FastKVError, is_number
+from ..errors import FastKVError
 from ..reference import check_leverage, check_pool, known_or_mean, neighbour_mean
-from .base import Policy, Signals, check_at_least
+from .base import Policy, Signals, check_at_least, check_within
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,7 @@ class Compactor(NonCausal, Leverage):
     def __post_init__(self) -> None:
         NonCausal.__post_init__(self)
         Leverage.__post_init__(self)
-        if not is_number(self.blend, 0, FINITE):
-            raise FastKVError(f"compactor: blend must be a finite weight of at least 0, got {self.blend!r}; try 0.3")
+        check_within(self, 0, blend=0.3)
 
     def score(self, signals: Signals) -> Tensor:
         """Blend of the two z-scores."""

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..errors import FINITE, FastKVError, is_number
 from ..reference import compute_dtype, known_or_mean, z_scores
-from .base import Policy, Signals, check_at_least
+from .base import Policy, Signals, check_at_least, check_within
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,7 @@ class ExpectedAttention(Policy):
 
     def __post_init__(self) -> None:
         check_at_least(self, horizon=1, sinks=0)
-        if not is_number(self.epsilon, 0, FINITE):
-            raise FastKVError(
-                f"{self.name}: epsilon must be a finite number of at least 0, got {self.epsilon!r}; try 0.01"
-            )
+        check_within(self, 0, epsilon=0.01)
 
     def remember(self, signals: Signals) -> Tensor:
         """The score of every candidate, as the block's queries would have it; what was known where it has none."""

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from ..errors import FastKVError, is_number
-from ..reference import check_keydiff, check_metric, compute_dtype, knorm_scores, position_order
-from .base import Policy, Shares, Signals, check_at_least
+from ..reference import check_keydiff, check_metric, compute_dtype, position_order
+from .base import Policy, Shares, Signals, check_at_least, check_within
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class KNorm(Policy):
 
     def score(self, signals: Signals) -> Tensor:
         """Negative Euclidean norm of the key, in fp32."""
-        return knorm_scores(signals.keys)
+        return -torch.linalg.vector_norm(signals.keys.to(compute_dtype(signals.keys)), dim=-1)
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,7 @@ class KeyDiff(Policy):
     sliding_window: float = 0.0
 
     def __post_init__(self) -> None:
-        if not is_number(self.sliding_window, 0, 1):
-            raise FastKVError(
-                f"keydiff: sliding_window must be a share in [0, 1], got {self.sliding_window!r}; the paper uses 0.2"
-            )
+        check_within(self, 0, 1, sliding_window=0.2)
         check_keydiff(self.anchor, self.distance)
 
     @property

@@ -13,8 +13,8 @@ from pathlib import Path
 from torch import Tensor
 
 from .. import ops
-from ..errors import FastKVError, is_number
-from .base import Policy, Shares, Signals, check_at_least
+from ..errors import FastKVError
+from .base import Policy, Shares, Signals, check_at_least, check_within
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Streaming(Policy):
 
     def score(self, signals: Signals) -> Tensor:
         """The position itself."""
-        return ops.streaming_scores(signals.positions)
+        return signals.positions.float()
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,7 @@ class DuoAttention(Streaming):
     threshold: float = 0.5
 
     def __post_init__(self) -> None:
-        if not is_number(self.threshold):
-            raise FastKVError(f"duoattention: threshold must be a number, got {self.threshold!r}; the paper uses 0.5")
+        check_within(self, 0, 1, threshold=0.5)
 
     @property
     def shares(self) -> Shares:

@@ -4,7 +4,6 @@ move the layer's output most (CriticalKV).
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..errors import FINITE, FastKVError, is_number
-from .base import MomentUse, Policy, Signals, check_at_least
+from ..errors import FastKVError
+from .base import MomentUse, Policy, Signals, check_at_least, check_within
 
 
 @dataclass(frozen=True)
@@ -116,11 +115,8 @@ class CriticalKV(Policy):
     first: float = 0.5
 
     def __post_init__(self) -> None:
-        if not is_number(self.first, 0, 1) or not is_number(self.epsilon, sys.float_info.min, FINITE):
-            raise FastKVError(
-                f"criticalkv: first must be in [0, 1] and epsilon above 0, got {self.first!r} and {self.epsilon!r}; "
-                "the paper uses 0.5 and 1e-4"
-            )
+        check_within(self, 0, 1, first=0.5)
+        check_within(self, 1e-30, epsilon=1e-4)
         if self.base == self.name or isinstance(self.base, CriticalKV):
             raise FastKVError("criticalkv: base must be another policy, got criticalkv; the paper uses snapkv")
         from . import get  # the package imports this file first

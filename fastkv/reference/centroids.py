@@ -42,7 +42,6 @@ already is never changed.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -235,18 +234,20 @@ def centroid_estimate(
     heads = centroids.count.shape[1]
     check_groups("centroid_estimate", num_heads, heads)
     dtype = torch.promote_types(compute_dtype(q), centroids.keys.dtype)
-    grouped = q.reshape(batch, heads, -1, dim).to(dtype)
-    count = centroids.count.to(dtype)[:, :, None]
-    logit = scale * (grouped @ centroids.keys.to(dtype).transpose(-1, -2))
-    slope = torch.ones_like(logit)
+    keys, values = (means.flatten(0, 1).to(dtype) for means in (centroids.keys, centroids.values))
+    count, spread = (part.reshape(len(keys), 1, -1).to(dtype) for part in (centroids.count, centroids.spread))
+    rows = q.to(dtype).reshape(len(keys), -1, dim)
+    logit = torch.bmm(rows * scale, keys.transpose(1, 2))
+    sigma = (spread / count.clamp(min=1)).sqrt()
+    deviation = torch.linalg.vector_norm(rows, dim=-1, keepdim=True) * (abs(scale) * sigma)
     if softcap is not None:
         bent = torch.tanh(logit / softcap)
-        logit, slope = softcap * bent, 1 - bent * bent
-    sigma = (centroids.spread.to(dtype)[:, :, None] / count.clamp(min=1)).sqrt()
-    deviation = scale * slope * grouped.norm(dim=-1, keepdim=True) * sigma
-    logit = logit + deviation + torch.log1p(torch.exp(-2 * deviation)) - math.log(2)  # log cosh without overflow
-    logit = torch.where(count > 0, count.log() + logit, float("-inf"))  # b_c, [B, Hkv, G * T, M]
-    log_mass = logit.logsumexp(-1)
-    top = log_mass.masked_fill(log_mass == float("-inf"), 0.0)[..., None]
-    value = torch.exp(logit - top) @ centroids.values.to(logit.dtype)
+        logit, deviation = softcap * bent, deviation * (1 - bent * bent)
+    # log n + log cosh x = log(n / 2) + x + log(1 + e^-2x), x >= 0. In operators of one argument: those of two compute
+    # the last numbers of a tensor in another way than vectors of them.
+    logit += (count / 2).log()  # -inf for an unused centroid
+    logit += (-2 * deviation).exp_().log1p_()
+    logit += deviation
+    log_mass = logit.logsumexp(-1, keepdim=True)
+    value = torch.bmm(torch.exp(logit - log_mass.clamp(min=torch.finfo(dtype).min)), values)
     return value.reshape(batch, num_heads, num, -1), log_mass.reshape(batch, num_heads, num)

@@ -237,7 +237,7 @@ def moment_estimate(
     if order >= 1:
         assert moments.cross is not None
         linear = grouped @ moments.cross.to(dtype)
-        value = value + (scale / count.clamp(min=1) * slope)[..., None] * linear
+        value = torch.addcmul(value, linear, (scale / count.clamp(min=1) * slope)[..., None])
     return value.reshape(batch, num_heads, num, -1), log_mass.reshape(batch, num_heads, num)
 
 

@@ -6,8 +6,6 @@ uses the stored `positions`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -103,7 +101,7 @@ def window_attention(
 
     Args:
         q: [B, Hq, W, D].  keys: [B, Hkv, N, D].  visible: [B, Hkv, W, N] bool, which key each query may see.
-        query_valid: [B, W] bool; the mean runs over valid queries only (zeros if there is none).
+        query_valid: [B, W] bool; the mean runs over valid queries only, which see something (zeros if there is none).
         log_mass: [B, Hq, W], log of the mass that also enters the denominator (the evicted tokens').
         bias: [B, Hkv, N], addends of the logits.
     Returns: [B, Hkv, N], mean over the queries of a group and over valid queries.
@@ -112,17 +110,17 @@ def window_attention(
     heads, length = keys.shape[1:3]
     groups = check_groups("window_attention", num_heads, heads)
     check_shape("window_attention", "keys", keys, (batch, heads, length, dim))
-    dtype = compute_dtype(q)
-    if visible is None:
-        visible = torch.ones(1, 1, num, length, dtype=torch.bool, device=q.device)
-    probs, lse = masked_softmax(grouped_logits(q, keys, scale, softcap, bias), visible[:, :, None])
+    logits = grouped_logits(q, keys, scale, softcap, bias)
+    if visible is not None:
+        # A number, not -inf: queries of padding may see nothing, and get weights that can be left out.
+        logits.masked_fill_(~visible[:, :, None], torch.finfo(logits.dtype).min)
+    weights = logits.softmax(-1)
+    real = weights.new_ones(batch, num) if query_valid is None else query_valid.to(weights.dtype)
+    share = (real / (groups * real.sum(-1, keepdim=True).clamp(min=1)))[:, None, None].expand(weights.shape[:4])
     if log_mass is not None:
-        mass = log_mass.reshape(batch, heads, groups, num).to(dtype)
-        probs = probs * torch.sigmoid(lse - mass).nan_to_num(0.0)[..., None]
-    if query_valid is None:
-        return probs.mean((2, 3))
-    weight = query_valid.to(dtype) / query_valid.sum(-1, keepdim=True).clamp(min=1).to(dtype)
-    return torch.einsum("bhgwn,bw->bhn", probs, weight) / groups
+        lse = logits.amax(-1) - weights.amax(-1).log()  # the largest weight is exp(top - lse)
+        share = share * torch.sigmoid(lse - log_mass.to(lse.dtype).reshape(lse.shape))
+    return (share.flatten(2)[:, :, None] @ weights.flatten(2, 3))[:, :, 0]
 
 
 def window_scores(q: Tensor, keys: Tensor, scale: float, pool: int = 7) -> Tensor:
@@ -159,23 +157,6 @@ def observed_attention(
         sink_logits [Hq]; bias [B, Hkv, N], addends of the logits.
     Returns: [B, Hkv, N] and [B, 1, 1] fp32 (fp64 for fp64 inputs).
     """
-    return observed(window_attention, q, keys, positions, valid, scale, softcap, window, log_mass, sink_logits, bias)
-
-
-def observed(
-    attention: Callable[..., Tensor],
-    q: Tensor,
-    keys: Tensor,
-    positions: Tensor,
-    valid: Tensor,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-    log_mass: Tensor | None,
-    sink_logits: Tensor | None,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """`observed_attention` by any `window_attention`, for some queries at a time."""
     num, length = q.shape[2], keys.shape[2]
     real, places = (part[:, 0, length - num :] for part in (valid, positions))
     mass = log_mass
@@ -191,7 +172,7 @@ def observed(
     received = queried = keys.new_zeros((), dtype=torch.float32)
     for start in range(0, q.shape[2], WATCHED):
         some = slice(start, start + WATCHED)
-        mean = attention(
+        mean = window_attention(
             q[:, :, some],
             keys,
             scale,
@@ -251,14 +232,6 @@ def chunk_mean(scores: Tensor, chunk: int, positions: Tensor, valid: Tensor) -> 
     return (total / count.clamp(min=1)).gather(-1, segment).gather(-1, inverse)
 
 
-def streaming_scores(positions: Tensor) -> Tensor:
-    """The most recent tokens are kept (StreamingLLM, arXiv:2309.17453); sinks are protected by the selection.
-
-    Args: positions [B, Hkv, N] int.  Returns: [B, Hkv, N] fp32, exact below 2^24 tokens.
-    """
-    return positions.to(torch.float32)
-
-
 def random_scores(positions: Tensor, seed: int = 0, stream: int = 0) -> Tensor:
     """A uniform number in [0, 1) per (head, position), the same whenever and in whatever batch it is asked for.
 
@@ -277,15 +250,6 @@ def random_scores(positions: Tensor, seed: int = 0, stream: int = 0) -> Tensor:
         state = ((state ^ (state >> 15)) * multiplier) & 0xFFFFFFFF
         state = state ^ (state >> 13)
     return (state >> 8).to(torch.float32) / 2**24
-
-
-def knorm_scores(keys: Tensor) -> Tensor:
-    """Short keys are kept: score_i = -|k_i| (KNorm, Devoto et al. 2024, arXiv:2406.11430).
-
-    Args: keys [B, Hkv, N, D] post-RoPE (the rotation changes no norm).
-    Returns: [B, Hkv, N] fp32 (fp64 for fp64 keys); computed in that dtype, because bf16 norms tie massively.
-    """
-    return -torch.linalg.vector_norm(keys.to(compute_dtype(keys)), dim=-1)
 
 
 def neighbour_mean(scores: Tensor, pool: int, positions: Tensor, valid: Tensor) -> Tensor:
