@@ -171,6 +171,12 @@ def compress(
     before, made = vars(model).get("_fastkv_config"), None
     try:
         patch(model, policy, budget, **options)
+        if vars(model)["_fastkv_config"].places and not bool(valid.all()):
+            raise FastKVError(
+                f"policy {config.policy.name!r} or its correction undoes the rotary embedding by each token's place "
+                "among real tokens, but a cache does not say whether padding was counted, got some; compress without "
+                "padding, or read the prefix with a patched model"
+            )
         made = _filled(FastKVCache(model), model, layers, valid)
     finally:
         if made is None:  # a budget that is too small for this text, no memory: the model is as it was

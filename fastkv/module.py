@@ -189,6 +189,8 @@ class FastKVAttention(Module):
             check_shape(NAME, "mask", mask, (batch, num))
             if mask.is_floating_point():
                 raise FastKVError(f"{NAME}: mask must be bool, false for padding, got {mask.dtype}; pass mask != 0")
+            if mask.device != q.device:
+                raise FastKVError(f"{NAME}: mask must be on {q.device} as q is, got {mask.device}; move it")
         if not batch or not q.is_floating_point():
             raise FastKVError(
                 f"{NAME} needs queries of at least one sequence in floating point, got {batch} of {q.dtype}"

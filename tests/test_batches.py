@@ -86,7 +86,9 @@ def assert_alone(model, ids, mask, more):
         if not real.any():
             continue
         alone, own = roll(model, ids[row : row + 1, real], mask[row : row + 1, real], more[row : row + 1])
-        torch.testing.assert_close(together[row], alone[0], atol=1e-4, rtol=0)
+        # Processors multiply other batches in another order, and layers of random weights magnify a last bit up to a
+        # hundredfold; in float64 it is 1e-15.
+        torch.testing.assert_close(together[row], alone[0], atol=5e-4, rtol=0)
         assert torch.equal(together[row].argmax(-1), alone[0].argmax(-1))
         for layer in range(4):
             assert held(cache, layer, row) == held(own, layer, 0)

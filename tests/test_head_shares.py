@@ -297,6 +297,9 @@ def test_a_file_gives_the_same_shares(own, tmp_path):
     refused("cannot be read", HeadShares.load, tmp_path / "none.safetensors", model.config)
     table = torch.full((len(KEEPS), 1, 2), float("nan")).half()
     refused("finite", HeadShares, table, (2,), "", "", "", 1)
+    refused(
+        "finite", HeadShares, (torch.arange(len(KEEPS)) > 0).half().view(-1, 1, 1).expand(-1, 1, 2), (2,), *[""] * 3, 1
+    )
     refused("of shape", HeadShares, table[:2], (2,), "", "", "", 1)
 
 

@@ -391,5 +391,21 @@ def test_a_model_decodes_the_same_tokens_on_every_backend(policy, block):
         assert torch.equal(other[2].stored(0), cache.stored(0))
 
 
+def test_operators_refuse_arguments_that_they_do_not_have():
+    """On every device, not only where Python calls the function itself."""
+    keys = randn(1, 1, 4, 16)
+    assert torch.equal(ops.manifold_scores(keys=keys), ops.manifold_scores(keys))
+    for given, options in (
+        ((), {}),
+        ((keys, None, "l2", None, "auto", 3), {}),
+        ((keys,), {"keys": keys, "metrik": "l1"}),
+    ):
+        with pytest.raises(TypeError):
+            ops.manifold_scores(*given, **options)
+        with pytest.raises(TypeError):
+            ops.manifold_scores(*(one.to("meta") if one is keys else one for one in given), **options)
+    raises("backend must be one of", ops.keydiff_scores, keys, "median", backend="nonsense")
+
+
 def test_sizes_without_a_kernel_are_refused():
     raises("multiple of 16", fastkv.patch, build(head_dim=12), budget=64, backend="triton")

@@ -11,6 +11,7 @@ from .models import build, generate, prompt, raises
 from .pairwise import covering
 from .test_policy_matrix import EVERY, small
 from .test_saved import assert_same, contents
+from .test_vector_cache import mapping
 
 POLICIES = ("keydiff", "manifold", "leverage", "lagkv", "knorm", "streaming", "random")
 
@@ -49,6 +50,18 @@ def test_padding_and_adaptive_heads():
             assert torch.equal(mine.state.stored, theirs.state.stored)
             assert torch.equal(mine.state.seen, theirs.state.seen)
             torch.testing.assert_close(mine.state.exact["keys"], theirs.state.exact["keys"])
+
+
+@pytest.mark.parametrize("options", [{"policy": "leverage"}, {"policy": "knorm", "correction": "vector"}])
+def test_padding_where_positions_matter(options):
+    """Without a mask the model counts padding, and keys are turned by what it counts."""
+    model, (ids, mask) = build(), prompt(2, 60, (0, 19))
+    given = {"vector": mapping(model)} if "correction" in options else {}
+    said = "whether padding was counted"
+    raises(
+        said, fastkv.compress, stock(model, ids, mask), model, budget=small(), attention_mask=mask, **options, **given
+    )
+    assert "_fastkv_config" not in vars(model)
 
 
 def test_a_static_cache_and_bytes():

@@ -163,12 +163,15 @@ def test_a_cache_that_refused_a_call_goes_on(call, static):
         assert torch.equal(*given)
 
 
-def test_a_forward_that_failed_half_way():
-    """Some layers have its tokens and others do not."""
-    model, (ids, _) = fastkv.patch(build(), "keydiff", Budget(tokens=20, sinks=2, recent=4)), prompt(1, 50, (0,))
+@pytest.mark.parametrize("name, static", [("llama", False), ("llama", True), ("gemma3", False), ("gemma3", True)])
+def test_a_forward_that_failed_half_way(name, static):
+    """Some layers have its tokens and others do not; of Gemma 3, one with a sliding window."""
+    types = {"layer_types": ["full_attention", "sliding_attention"] * 2} if name == "gemma3" else {}
+    model, (ids, _) = build(name, **types), prompt(1, 50, (0,))
+    fastkv.patch(model, "keydiff", Budget(tokens=20, sinks=2, recent=4), static=static)
     cache = model(ids[:, :40]).past_key_values
     want = model(ids, past_key_values=fastkv.FastKVCache(model)).logits
-    fails = model.model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    fails = model.model.layers[3].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(ids[:, 40:], past_key_values=cache)
     fails.remove()

@@ -277,9 +277,10 @@ class HeadShares:
     tokens: int
 
     def __post_init__(self) -> None:
-        number = float(self.table.sum(-1).float().sum(-1).max()) if self.table.numel() else 0.0
+        sums = self.table.float().sum((1, 2)) if self.table.numel() else torch.zeros(1)
         shape = (len(KEEPS), len(self.heads), max(self.heads, default=0))
-        if tuple(self.table.shape) != shape or not math.isfinite(number) or not number or (self.table < 0).any():
+        usable = bool(sums.isfinite().all()) and bool(sums.all()) and not (self.table < 0).any()
+        if tuple(self.table.shape) != shape or not usable:
             raise FastKVError(
                 f"shares of heads must be finite, at least 0 and of shape {list(shape)}, got {list(self.table.shape)}; "
                 "calibrate again with fastkv calibrate heads"

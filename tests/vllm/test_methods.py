@@ -26,6 +26,10 @@ CASES = {
     **{name: {"policy": FILES.get(name, name)} for name in fastkv.policies.names() if name not in DONE | NOT_SERVED},
     "mean": {"policy": "snapkv", "correction": "mean", "prefill_block": 64},
     "vector": {"policy": "snapkv", "correction": "vector+moments", "vector": str(FITTED / "vector.safetensors")},
+    "vector and a class": {
+        **{"policy": "snapkv", "correction": "vector", "vector": str(FITTED / "vector.safetensors")},
+        "classes": {"plain": {"correction": "none"}},
+    },
     "adaptive heads": {"policy": "snapkv", "prefill_block": 64, "budget": {"tokens": 64, "heads": "adaptive"}},
     "heads alike": {"policy": "snapkv", "budget": {"tokens": 64, "heads": "uniform"}},
     "a shorter text": {"policy": "fastkv", "prefill_block": 64, "budget": {"tokens": 64, "context": 200}},
@@ -42,7 +46,8 @@ CASES = {
 def arguments(settings):
     """Settings as `fastkv.patch` takes them."""
     policy = settings["policy"]
-    return settings | {"policy": fastkv.policies.get(**policy) if isinstance(policy, dict) else policy}
+    own = {name: value for name, value in settings.items() if name != "classes"}
+    return own | {"policy": fastkv.policies.get(**policy) if isinstance(policy, dict) else policy}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -111,6 +116,11 @@ REFUSALS = {
     "small steps": ({"prefill_block": 64}, {"max_num_batched_tokens": 64}, "of at least 79, got 64"),
     "prefixes": ({"prefixes": 2, "prefill_block": 64}, {}, "share of pages .* 0 to 1, got 2; give one"),
     "prefixes of whole prompts": ({"prefixes": 0.5}, {}, "prefill_block=None reads a prompt whole"),
+    "vector without its correction": (
+        {"vector": "map", "classes": {"plain": {"correction": "none"}}},
+        {},
+        "vector=... is for correction='vector'",
+    ),
     "vector": ({"correction": "vector"}, {}, "there is no vector.safetensors where the model was loaded from"),
     "scheduler": (
         {},

@@ -217,6 +217,7 @@ def test_pictures_of_a_block_come_together():
     "classes, message",
     [(["small"], 'classes must be like {"small": {"budget": 256}}'),
      ({"small": 3}, 'classes must be like {"small": {"budget": 256}}'),
+     ({64: {"budget": 64}}, 'classes must be like {"small": {"budget": 256}}'),
      ({"small": {"prefill_block": 3}}, "class 'small' has no setting prefill_block; it has policy, budget"),
      ({"small": {"budget": 3}}, "a budget of 3 tokens is smaller than sinks + recent")],
 )  # fmt: skip

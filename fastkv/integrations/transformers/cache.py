@@ -103,6 +103,11 @@ class FastKVCache(Cache):
         """The layers that are not left to transformers."""
         return [layer for layer in self.layers if isinstance(layer, FastKVLayer)]
 
+    @property
+    def sliding(self) -> list[Any]:
+        """Those that keep a window and count the tokens they have seen."""
+        return [layer for layer in self.layers if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized]
+
     def decodes(self, num: int) -> bool:
         """Whether the next `num` tokens are one decode step."""
         return self.compressed[0].decodes(num)

@@ -100,9 +100,9 @@ class DecodeStep:
         finally:
             self._restore()
             del self.saved
+            if empty:
+                cache.reset()
         self.place = self._place()
-        if empty:
-            cache.reset()
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Raises FastKVError if tokens are of another shape, the cache is empty, or its state has moved."""

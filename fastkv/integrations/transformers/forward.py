@@ -113,13 +113,14 @@ def base_forward(self: Any, given: dict[str, Any]) -> Any:
 def _check_shapes(cache: FastKVCache, tokens: Tensor, mask: Any) -> None:
     """Raise FastKVError before any layer counts tokens of another batch, or with a mask that does not fit them."""
     (batch, total), layers = tokens.shape[:2], cache.compressed
-    first, last = layers[0], layers[-1]
+    first = layers[0]
     if first.cache.started and batch != first.batch_size:
         raise FastKVError(
             f"this cache holds {first.batch_size} sequences, got {batch}; use another, reset() it or change its batch "
             "with batch_select_indices and batch_repeat_interleave"
         )
-    if isinstance(first.seen, int) and first.seen != last.seen:
+    waits = total > 1 or isinstance(first.seen, int)  # a step of a static cache does not wait for its device
+    if waits and len({int(layer.get_seq_length()) for layer in (*layers, *cache.sliding)}) > 1:
         raise FastKVError(
             "a forward of this cache failed half way, and some layers have its tokens and others do not; reset() it "
             "and read again"
@@ -131,12 +132,12 @@ def _check_shapes(cache: FastKVCache, tokens: Tensor, mask: Any) -> None:
             f"got a 4-D attention mask over {mask.shape[-1]} keys, but a compressed cache keeps no mask columns for "
             f"its past and only the {total} new tokens can be masked; pass a 2-D padding mask"
         )
-    if mask.ndim == 2 and mask.shape[0] not in (1, batch):
+    if mask.ndim == 2 and mask.shape[0] != batch:
         raise FastKVError(
             f"attention_mask must have a row for each of the {batch} sequences, got {mask.shape[0]}; pass the mask of "
             "these"
         )
-    past = 0 if total == 1 and isinstance(first.seen, Tensor) else int(first.seen)  # no step waits for its device
+    past = int(first.seen) if waits else 0
     if mask.ndim == 2 and mask.shape[1] < past + total:
         raise FastKVError(
             f"attention_mask must have a column for each of the {total} new tokens, and for the {past} before them, "
@@ -190,8 +191,12 @@ def _no_mask(tokens: Tensor) -> Tensor:
 
 def _place(cache: FastKVCache, given: dict[str, Any], padding: Tensor | None, total: int) -> None:
     """Let the rotary embedding use the positions that are stored, those among real tokens, if anything needs these."""
-    if cache.config.places and given.get("position_ids") is None and padding is not None:
+    if not cache.config.places or given.get("position_ids") is not None:
+        return
+    if padding is not None:
         given["position_ids"] = (padding.long().cumsum(-1) - 1).clamp(min=0)[:, -total:]
+    elif cache.started and cache.compressed[0].batch_size > 1:  # some of which may have begun with padding
+        given["position_ids"] = cache.next_positions(total, None)
 
 
 def _next_positions(cache: FastKVCache, given: dict[str, Any], tokens: Tensor, padding: Tensor | None) -> Tensor:

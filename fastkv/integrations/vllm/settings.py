@@ -88,8 +88,10 @@ def config_of(vllm_config: Any, kind: Kind = None) -> Config:
     config = Config.make(**chosen, static=None).coded(())
     _check_method(config)
     _check_engine(vllm_config, config)
-    for name in (settings.get("classes") or ()) if kind is None else ():
-        config_of(vllm_config, name)
+    if kind is None:
+        every = [config, *(config_of(vllm_config, name) for name in settings.get("classes") or ())]
+        if settings.get("vector") is not None and not any(one.correction.key_only for one in every):
+            raise FastKVError("vector=... is for correction='vector', got others; add it or leave vector out")
     return config
 
 
@@ -119,7 +121,8 @@ def _check_classes(classes: Any) -> None:
     """Raise FastKVError for classes without a name, or whose settings are the engine's."""
     if classes is None:
         return
-    if not isinstance(classes, dict) or not all(isinstance(one, dict) for one in classes.values()):
+    named = isinstance(classes, dict) and all(isinstance(name, str) for name in classes)
+    if not named or not all(isinstance(one, dict) for one in classes.values()):
         raise FastKVError(
             f'classes must be like {{"small": {{"budget": 256}}}}, got {classes!r}; give names and settings'
         )
@@ -251,7 +254,7 @@ def fitted(config: Config, vllm_config: Any) -> Config:
     Raises: FastKVError if a file is missing or of another model, or if the turning cannot be undone.
     """
     known = vllm_config.model_config.hf_config
-    config = with_fits(config, known, setting(vllm_config, "vector"))
+    config = with_fits(config, known, setting(vllm_config, "vector") if config.correction.key_only else None)
     heads, processes = (
         vllm_config.model_config.get_total_num_kv_heads(),
         vllm_config.parallel_config.tensor_parallel_size,
