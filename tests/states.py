@@ -30,6 +30,24 @@ def randn(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
+def attention(q, keys, values, scale, visible=None, softcap=None, sinks=None):
+    """Of q [B, Hq, T, D] over keys and values [B, Hkv, N, ...] where visible [B, 1 or Hkv, T, N], in float64.
+
+    Args: sinks: [Hq], one more column of the logits, without a value.
+    Returns: out, log-sum-exp and weights [B, Hq, T, N]; zeros where nothing is seen."""
+    groups = q.shape[1] // keys.shape[1]
+    keys, values = (part.double().repeat_interleave(groups, 1) for part in (keys, values))
+    logits = scale * q.double() @ keys.mT
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    if visible is not None:
+        visible = visible.repeat_interleave(q.shape[1] // visible.shape[1], 1)
+        logits = logits.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], -1)
+    weights = logits.softmax(-1).nan_to_num(0.0)[..., : keys.shape[2]]
+    return weights @ values, logits.logsumexp(-1), weights
+
+
 def make_spec(scale=1.0, softcap=None, order=None, *, correction=None, **rest):
     """A spec whose correction has a name or, without one, reads moments up to `order`."""
     return Spec(scale, softcap, corrections.get(correction or OF_ORDER[order]), **rest)

@@ -34,10 +34,6 @@ def tiny(name):
         pytest.skip(str(error))
 
 
-def logits(model, ids, mask, **options):
-    return model(ids, attention_mask=mask, **options).logits
-
-
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", *SHARED])
 def test_a_prompt_that_is_read_twice(name):
     """What is not compressed forgets each part of the second reading; layers that share keys attend in both."""
@@ -82,7 +78,7 @@ def test_sizes_are_those_of_the_tensors():
         model, seen = tiny(name), {}
         fastkv.patch(model, budget=ROOM)
         cache = FastKVCache(model)
-        logits(model, *prompt(1, 20, (0,)), past_key_values=cache)
+        model(prompt(1, 20, (0,))[0], past_key_values=cache)
         for layer in cache.compressed:
             keys, values = layer.state.exact.keys, layer.state.exact.values
             seen[layer.cache.layer] = (layer.cache.num_heads // keys.shape[1], keys.shape[-1], values.shape[-1])

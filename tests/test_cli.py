@@ -87,6 +87,7 @@ GIVEN = {
     "view": ["--model", MODEL, "--text", toy_text(), "--out", "out/view.html"],
     "fidelity": ["--model", MODEL, "--text", toy_text(), "--out", "out"], "inspect": ["--model", MODEL, "--out", "out"],
     "bench": ["--model", MODEL, "--out", "out"],
+    "needles": ["--model", MODEL, "--out", "out", *"--lengths 160,320 --depths 0,1 --samples 2 --budget 128".split()],
 }  # fmt: skip
 FILES = {
     "short.txt": "the dog slept .", "few.txt": "A text of few words. " * 5, "long.txt": "the old dog slept . " * 100,

@@ -27,10 +27,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def logits(model, ids, mask, **options):
-    return model(ids, attention_mask=mask, **options).logits
-
-
 POLICIES = ["momentkv", "keydiff", "compactor", "h2o", "tova", "kvzip", "fastkv"]
 CORRECTIONS = ["none", "mean", "moments", "centroids"]
 # The scores of MomentKV need its moments.
@@ -45,7 +41,7 @@ def test_policies_and_corrections(name, correction):
     out = generate(model, ids, mask, new=14, past_key_values=cache)
     more = torch.cat([out, prompt(2, 11, (0, 0), seed=2)[0]], 1)  # a second turn
     mask = torch.cat([mask, mask.new_ones(2, more.shape[1] - mask.shape[1])], 1)
-    assert logits(model, more[:, 63:], mask, past_key_values=cache).isfinite().all()
+    assert model(more[:, 63:], attention_mask=mask, past_key_values=cache).logits.isfinite().all()
     for layer in cache.compressed:
         state = layer.state
         assert torch.equal(state.stored + state.moments.count, state.seen[:, None])

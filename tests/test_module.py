@@ -20,6 +20,7 @@ from fastkv.rotary import Rotary
 
 from .models import build, generate, policy, prompt, raises, small
 from .pairwise import covering, each, named
+from .states import attention
 from .test_paged import calibrated
 
 B, HQ, HKV, D = 2, 4, 2, 16
@@ -72,16 +73,6 @@ KINDS = {
     "blocks": lambda: fresh("keydiff", prefill_block=16),
 }  # fmt: skip
 each_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-
-
-def dense(q, k, v, visible, softcap=None):
-    """Plain attention in float64: q [Hq, T, D] over k, v [Hkv, N, D] where visible [T, N]."""
-    k, v = (rows.repeat_interleave(HQ // HKV, 0) for rows in (k, v))
-    logits = torch.einsum("htd,hnd->htn", q, k) / D**0.5
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    weights = torch.where(visible, logits.exp(), 0.0)
-    return torch.einsum("htn,hnd->htd", weights / weights.sum(-1, keepdim=True), v)
 
 
 # Against the patched model and against arithmetic.
@@ -151,10 +142,10 @@ def test_with_room_for_everything_it_is_attention(name, softcap, block, tmp_path
     outs.append(module(*(rows[:, :, 36:] for rows in (q, k, v))))
     real = torch.cat([mask, torch.ones(B, 10, dtype=torch.bool)], 1)
     causal = torch.ones(40, 40, dtype=torch.bool).tril()
-    for row in range(B):
-        expected = dense(q[row], k[row], v[row], causal & real[row], softcap)
-        got = torch.cat(outs, 2)[row]
-        torch.testing.assert_close(got[:, real[row]], expected[:, real[row]], atol=1e-12, rtol=0)
+    want, *_ = attention(q, k, v, D**-0.5, (causal & real[:, None])[:, None], softcap)
+    hidden = ~real[:, None, :, None]
+    got = torch.cat(outs, 2).masked_fill(hidden, 0)
+    torch.testing.assert_close(got, want.masked_fill(hidden, 0), atol=1e-12, rtol=0)
     assert torch.equal(module.stored(), torch.tensor([[40], [31]], dtype=torch.int32).expand(B, HKV))
 
 
@@ -458,12 +449,9 @@ def test_options_of_attention_hold_from_the_first_prompt_on(option):
     module, (q, k, v) = fresh("keydiff", room, **given), tokens(34, dtype=torch.float64)
     outs = [module(*(rows[:, :, :30] for rows in (q, k, v)))]
     outs += [module(*(rows[:, :, at : at + 1] for rows in (q, k, v))) for at in range(30, 34)]
-    k, v = (rows.repeat_interleave(HQ // HKV, 1) for rows in (k, v))
-    logits = given.get("scale", D**-0.5) * q @ k.mT
-    logits = logits if option != "softcap" else 3.0 * torch.tanh(logits / 3.0)
-    weights = torch.where(torch.ones(34, 34).tril().bool(), logits.exp(), 0.0)
-    sunk = given["sink_logits"].double().exp()[:, None, None] if option == "sinks" else 0.0
-    torch.testing.assert_close(torch.cat(outs, 2), weights / (weights.sum(-1, keepdim=True) + sunk) @ v)
+    causal, scale = torch.ones(1, 1, 34, 34).tril().bool(), given.get("scale", D**-0.5)
+    want, *_ = attention(q, k, v, scale, causal, given.get("softcap"), given.get("sink_logits"))
+    torch.testing.assert_close(torch.cat(outs, 2), want)
 
 
 def test_the_default_policy_is_one_that_a_layer_can_have():
@@ -489,8 +477,7 @@ def test_h2o_counts_what_tokens_received_before_another_prompt():
     module, (q, k, v) = fresh("h2o", Budget(tokens=64, sinks=0, recent=0), evict_every=16), tokens(38)
     for start, end in ((0, 20), *((at, at + 1) for at in range(20, 30)), (30, 38)):
         module(*(rows[:, :, start:end] for rows in (q, k, v)))
-    logits = D**-0.5 * q.double() @ k.double().repeat_interleave(HQ // HKV, 1).mT
-    weights = logits.masked_fill(torch.ones(38, 38).triu(1).bool(), -torch.inf).softmax(-1)
+    *_, weights = attention(q, k, v, D**-0.5, torch.ones(1, 1, 38, 38).tril().bool())
     received = weights.sum(2).unflatten(1, (HKV, -1)).mean(2)
     stored = module.state.exact["memory"][:, :, :38]
     torch.testing.assert_close(stored.double(), received, atol=1e-5, rtol=1e-5)

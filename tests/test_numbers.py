@@ -10,7 +10,7 @@ from fastkv.calibration.fits import save_curves
 
 from .models import VOCAB, build, generate, prompt
 from .pairwise import FOLLOWERS, covering, each
-from .states import make_spec, make_state
+from .states import attention, make_spec, make_state
 from .test_batches import NAMES, POLICIES, go_together, held, patch
 from .test_deferred import curve
 from .test_module import one_layer, rotary, statistics
@@ -54,15 +54,6 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
-def softmax_over(q, k, v, visible):
-    """Attention in float64: q [Hq, T, D] over k, v [Hkv, N, D] where visible [Hkv, T, N]."""
-    q, k, v = (one.double() for one in (q, k, v))
-    groups = q.shape[0] // k.shape[0]
-    k, v, visible = (one.repeat_interleave(groups, 0) for one in (k, v, visible))
-    logits = (SCALE * torch.einsum("htd,hnd->htn", q, k)).masked_fill(~visible, float("-inf"))
-    return torch.einsum("htn,hnd->htd", logits.softmax(-1), v)
-
-
 def cast(tensors, dtype):
     return [tensor.to(dtype) for tensor in tensors]
 
@@ -82,15 +73,13 @@ def test_attention_is_softmax_at_any_logits(kind, dtype):
     largest = SCALE * (q.double() @ k.double().repeat_interleave(HQ // HKV, 1).transpose(-1, -2)).abs().max().item()
     column = torch.arange(24)
     causal = column <= torch.arange(16, 24)[:, None]
-    for row in range(B):
-        stored = column < lengths[row, :, None, None]
-        expected = softmax_over(q[row, :, 20:21], k[row], v[row], stored)[:, 0]
-        torch.testing.assert_close(out[row], expected.to(dtype))
-        visible = (stored | (column >= 16)) & causal
-        expected = softmax_over(q[row, :, 16:], k[row], v[row], visible)
-        lost = torch.finfo(torch.float32).eps / 2 * largest
-        limits = {torch.float32: 1.3e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2}
-        torch.testing.assert_close(block[row], expected.to(dtype), rtol=limits[dtype], atol=1e-5 + lost)
+    stored = column < lengths[..., None, None]
+    expected, *_ = attention(q[:, :, 20:21], k, v, SCALE, stored)
+    torch.testing.assert_close(out, expected[:, :, 0].to(dtype))
+    expected, *_ = attention(q[:, :, 16:], k, v, SCALE, (stored | (column >= 16)) & causal)
+    lost = torch.finfo(torch.float32).eps / 2 * largest
+    limits = {torch.float32: 1.3e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2}
+    torch.testing.assert_close(block, expected.to(dtype), rtol=limits[dtype], atol=1e-5 + lost)
 
 
 # One layer, all policies: prompt in blocks, decoding, evictions.
@@ -121,11 +110,10 @@ def test_a_layer_attends_to_what_it_retains(name, dtype, tmp_path):
         for index, (keys, values, lengths), out in steps(module, q, k, v):
             token = slice(index, index + 1)
             keys, values = torch.cat([keys, k[:, :, token]], 2), torch.cat([values, v[:, :, token]], 2)
-            for row in range(B):
-                column = torch.arange(keys.shape[2])
-                visible = (column < lengths[row, :, None, None]) | (column == keys.shape[2] - 1)
-                expected = softmax_over(q[row, :, token], keys[row], values[row], visible)
-                torch.testing.assert_close(out[row], expected.to(dtype))
+            column = torch.arange(keys.shape[2])
+            visible = (column < lengths[..., None, None]) | (column == keys.shape[2] - 1)
+            expected, *_ = attention(q[:, :, token], keys, values, SCALE, visible)
+            torch.testing.assert_close(out, expected.to(dtype))
             total = module.stored() + module.moments().count
             assert torch.equal(total, torch.full_like(total, index + 1))
         floats = [tensor for _, tensor in module.state.named_tensors() if tensor.is_floating_point()]

@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 from fastkv import ops
 from fastkv.integrations.transformers import rotations
 from fastkv.policies.compactor import Compactor, Leverage, NonCausal
-from fastkv.policies.keys import KNorm, Manifold, WindowedManifold
+from fastkv.policies.keys import KeyDiff, KNorm, Manifold, WindowedManifold
 from fastkv.reference import Moments
 from fastkv.reference.geometry import sketch_matrix
 from fastkv.reference.scores import z_scores
@@ -32,6 +32,8 @@ PLAIN = Rotary(torch.zeros(DIM // 2))  # turns nothing
 NAN = float("nan")
 
 POLICIES = {
+    **{f"keydiff-{anchor}": KeyDiff(anchor) for anchor in ("mean", "normalized_mean", "median", "pairwise")},
+    **{f"keydiff-{distance}": KeyDiff(distance=distance) for distance in ("dot", "euclidean")},
     "knorm": KNorm(), "manifold": Manifold(), "manifold-l1": Manifold(metric="l1"),
     "manifold-linf": Manifold(metric="linf"), "manifold-cosine": Manifold(metric="cosine"),
     "manifold-windowed": WindowedManifold(window=4), "manifold-windowed-paper": WindowedManifold(),
@@ -110,6 +112,8 @@ def brute_head(policy, signals, b, h, index):
     keys = signals.keys[b, h, index].double()
     if isinstance(policy, KNorm):
         return torch.stack([-sum(x * x for x in k).sqrt() for k in keys])
+    if isinstance(policy, KeyDiff):
+        return brute_keydiff(keys, policy.anchor, policy.distance)
     if isinstance(policy, Manifold):
         return brute_manifold(keys, policy.window or len(index), policy.metric)
     if not isinstance(policy, NonCausal):
@@ -130,6 +134,17 @@ def brute(policy, signals, of_head=brute_head):
         if index:
             out[b, h, index] = torch.as_tensor(of_head(policy, signals, b, h, index), dtype=F64)
     return out
+
+
+def brute_keydiff(keys, anchor, distance):
+    unit = keys / keys.norm(dim=-1, keepdim=True)
+    if anchor == "pairwise":
+        return torch.stack([-sum(one @ other for other in unit) for one in unit])
+    center = {"mean": sum(keys) / len(keys), "normalized_mean": sum(unit) / len(unit), "median": keys.median(0).values}
+    if distance == "euclidean":
+        return torch.stack([(center[anchor] - k).norm() for k in keys])
+    length = center[anchor].norm() if distance == "cosine" else 1
+    return torch.stack([-(center[anchor] / length) @ k for k in (unit if distance == "cosine" else keys)])
 
 
 def brute_manifold(keys, window, metric):

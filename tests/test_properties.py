@@ -202,19 +202,6 @@ def test_a_layer_keeps_the_best(kind, batch, heads, seed, sinks, recent, more, s
         assert chosen.counts[b].tolist() == [sum(h == head for h, _ in expected) for head in range(heads)]
 
 
-KEYDIFF = [(anchor, "cosine") for anchor in ("mean", "normalized_mean", "median", "pairwise")]
-KEYDIFF += [("mean", distance) for distance in ("dot", "euclidean")]
-
-
-@pytest.mark.parametrize("anchor,distance", KEYDIFF)
-def test_keydiff_of_some_slots_is_that_of_their_tokens(anchor, distance):
-    keys, used = torch.randn(1, 2, 9, D, dtype=F64), torch.tensor([0, 2, 3, 7])
-    mask = torch.zeros(1, 2, 9, dtype=torch.bool)
-    mask[:, :, used] = True
-    scores = ops.keydiff_scores(keys, anchor, distance=distance, mask=mask)
-    torch.testing.assert_close(scores[:, :, used], ops.keydiff_scores(keys[:, :, used], anchor, distance=distance))
-
-
 @CASES
 @given(**SIZES, slots=st.integers(1, 9), new=st.integers(0, 6), order=ORDERS)
 def test_compact_conserves_every_token(batch, heads, seed, slots, new, order):

@@ -353,12 +353,6 @@ def test_drafts_for_a_cache_that_compresses_at_once():
     raises("cannot be cropped", generate, model, ids.repeat(1, 2), past_key_values=cache, prompt_lookup_num_tokens=3)
 
 
-def test_hidden_states_are_those_of_all_blocks():
-    model, (ids, _) = fastkv.patch(build(), "keydiff", 64, prefill_block=16), prompt(1, 50, (0,))
-    made = generate(model, ids, output_hidden_states=True, return_dict_in_generate=True)
-    assert made.hidden_states[0][-1].shape == (1, 50, 48)
-
-
 def test_a_tuple_of_blocks():
     model, (ids, _) = build(), prompt(1, 50, (0,))
     fastkv.patch(model, "keydiff", 64, prefill_block=16)

@@ -8,15 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fastkv
 from fastkv import FastKVError
-from fastkv.lab import needles, ruler
+from fastkv.lab import ruler
 from fastkv.lab.harness import TASK_FILES
 from fastkv.lab.ruler import NOISE, SENTENCES, Request, longest, prose, string_match_all
 
 from .conftest import examples
 from .models import raises
-from .toy import placed
 
 NIAH = [task for task in ruler.TASKS if task.startswith("niah")]
 TOKENS = {**dict.fromkeys(NIAH, 128), "vt": 30, "cwe": 120, "fwe": 50}
@@ -232,19 +230,6 @@ def test_refusals(arguments, message):
 )  # fmt: skip
 def test_the_metric_by_hand(prediction, answers, share):
     assert string_match_all(prediction, answers) == share
-
-
-@pytest.mark.parametrize("question", ["seen", "later"])
-def test_grid_on_the_toy(question, bundled, monkeypatch):
-    """The full cache finds every depth; 4 sinks and 60 recent tokens only what stands right before the question."""
-    lengths, depths, calls = (192, 256), (0.0, 0.5, 1.0), []
-    model, tokenizer = bundled
-    monkeypatch.setattr(needles.ruler, "generate", lambda *at, depth: placed("facts", at[2], depth, sum(at[3:])))
-    full = needles.grid(model, tokenizer, lengths, depths, 1, question=question, progress=lambda: calls.append(1))
-    assert len(calls) == 6 and full["accuracy"] == [[1.0, 1.0]] * 3
-    with fastkv.patched(model, "streaming", budget=64):
-        streaming = needles.grid(model, tokenizer, lengths, depths, 1, question=question)
-    assert streaming["accuracy"] == [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
 
 
 # As tasks of lm-evaluation-harness.

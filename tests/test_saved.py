@@ -25,6 +25,7 @@ from .conftest import examples
 from .models import ROLLS_BACK, build, compressed_layers, generate, policy, prompt, raises
 from .pairwise import each
 from .processes import run
+from .test_head_shares import shares_of
 from .test_policy_matrix import EVERY, NAMES, small
 from .test_vector_cache import mapping
 
@@ -116,10 +117,17 @@ BUDGETS = {
     "weights": fastkv.Budget(tokens=20, **LIMITS, layers=[1, 2, 1, 3]),
     "pyramid-adaptive": fastkv.Budget(tokens=20, **LIMITS, layers="pyramid", heads="adaptive"),
 }
+WIDE = partial(build, head_dim=32)
 SETTINGS = {  # how a model is made and patched
     **{f"{name} adaptive": (build, name, small(heads="adaptive"), MOMENTS) for name in ("h2o", "keydiff", "kvzip")},
     **{f"{budget} {block}": (build, "snapkv", BUDGETS[budget], {"prefill_block": block})
        for budget, block in zip(BUDGETS, [None, 16, None, 16])},
+    **{f"{slots} {heads}": (WIDE, "snapkv", small(heads=heads), {"evict_every": EVERY, "slots": slots})
+       for slots, heads in zip(("int8", "fp8", "int4", "k8v4"), ("adaptive", "uniform", "adaptive", "adaptive"))},
+    "calibrated": (build, "keydiff", small(heads=shares_of(build())), {"evict_every": EVERY}),
+    "vector": (
+        build, "h2o", small(), {"vector": mapping(build(), r2=MIXED), **MOMENTS, "correction": "vector+moments"}
+    ),
     **{name: (partial(build, name), "keydiff", small(), MOMENTS) for name in ("gemma3", "qwen3_moe", "deepseek_v3")},
     **{f"{name} {dtype}": (lambda name=name, dtype=dtype: build(name).to(dtype), "h2o", small(), MOMENTS)
        for name, dtype in (("llama", torch.float16), ("gemma3", torch.bfloat16), ("llama", torch.float64))},
@@ -131,12 +139,6 @@ def test_every_setting(setting, tmp_path):
     """Gemma's sliding-window layers are transformers' and saved too."""
     make, name, budget, options = SETTINGS[setting]
     check_round_trip(fastkv.patch(make(), name, budget, **options), tmp_path / "cache")
-
-
-def test_vector(tmp_path):
-    model = build()
-    options = {"correction": "vector+moments", "vector": mapping(model, r2=MIXED), "evict_every": EVERY}
-    check_round_trip(fastkv.patch(model, "h2o", small(), **options), tmp_path / "cache")
 
 
 def test_kernels_and_reference_read_each_others_files(tmp_path):
@@ -324,6 +326,8 @@ def test_other_models_and_settings(tmp_path):
         },
         r"budget\.heads=uniform, got budget\.heads=adaptive;": {"budget": small(heads="adaptive")},
         "correction=moments, got correction=mean;": {"correction": "mean"},
+        "budget.heads": {"budget": small(heads=shares_of(model))},
+        "was saved with slots=model, got slots=int8": {"slots": "int8"},
         f"evict_every={EVERY}, got evict_every=8;": {"evict_every": 8},
         "correction=moments, vector=None, got correction=vector[+]moments, vector=": vector,
     }

@@ -13,7 +13,7 @@ from fastkv.integrations.transformers.selfcheck import unchanged
 from fastkv.integrations.transformers.stock import CACHE
 
 from .families import tiny as families
-from .models import build, prompt, raises
+from .models import build, projected, prompt, raises
 from .test_exact import snapshot
 from .test_vector_cache import mapping
 
@@ -32,28 +32,6 @@ def tiny(kind, **changes):
     return families.build(kind, "eager", **changes)
 
 
-def keys_before(model, ids):
-    """Of each layer, its keys before they are turned and those that a stock cache holds, [B, Hkv, T, D]."""
-    before, hooks = {}, []
-
-    def record(layer):
-        def hook(module, args, out):
-            apart = out.ndim == 4 and out.shape[1] == HKV  # heads come before or after the tokens
-            before[layer] = out if apart else out.reshape(*ids.shape, HKV, D).transpose(1, 2)
-
-        return hook
-
-    decoder = model.get_decoder()
-    for module in decoder.modules():
-        if hasattr(module, "k_proj"):
-            last = module.k_norm if hasattr(module, "k_norm") else module.k_proj
-            hooks.append(last.register_forward_hook(record(module.layer_idx)))
-    cached = decoder(input_ids=ids, use_cache=True).past_key_values
-    for hook in hooks:
-        hook.remove()
-    return [(before[layer], cached.layers[layer].keys) for layer in range(LAYERS)]
-
-
 @KINDS
 def test_keys_are_turned_back(kind):
     """In every layer, also at positions that the check has not looked at."""
@@ -61,8 +39,9 @@ def test_keys_are_turned_back(kind):
     found = rotations(model, range(LAYERS))
     ids = torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(7).expand(2, HKV, 7)
-    for layer, (before, cached) in enumerate(keys_before(model, ids)):
-        rotary = found[layer]
+    untouched, held = projected(model.get_decoder(), ids, "k"), model(ids).past_key_values.layers
+    for layer, rotary in found.items():
+        before, cached = untouched["k", layer].float().transpose(1, 2), held[layer].keys
         assert torch.equal(before, cached) == (layer in still) == (not rotary.frequencies.any())
         assert layer in still or (rotary.interleaved, rotary.size) == (interleaved, size)
         torch.testing.assert_close(rotary.unrotate(cached, positions), before, atol=1e-5, rtol=0)

@@ -12,25 +12,12 @@ from fastkv.config import Config
 from fastkv.reference import Moments
 
 from .models import raises
-from .states import make_spec, make_state, randn
+from .states import attention, make_spec, make_state, randn
 
 B, HQ, HKV, D = 2, 6, 2, 16
 F64 = torch.float64
 SINKS = torch.tensor([0.5, -2.0, 3.0, -torch.inf, 1e4, -1e4], dtype=F64)
 SMALL = Budget(tokens=20, sinks=2, recent=4)
-
-
-def truth(q, keys, values, visible, sinks, scale=0.3):
-    """Attention and its weights over keys [B, Hkv, N, D], visible [B, 1 or Hkv, T, N], as gpt-oss does it: the sink is
-    one more column of the logits, which is dropped after the softmax."""
-    groups = q.shape[1] // keys.shape[1]
-    logits = scale * q @ keys.repeat_interleave(groups, 1).mT
-    if visible.shape[1] > 1:
-        visible = visible.repeat_interleave(groups, 1)
-    logits = logits.masked_fill(~visible, float("-inf"))
-    column = sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-    weights = torch.cat([logits, column], -1).softmax(-1)[..., :-1].nan_to_num(0.0)
-    return weights @ values.repeat_interleave(groups, 1), weights
 
 
 def shares(weights):
@@ -59,7 +46,7 @@ def test_a_step(evicted):
     if evicted:
         keys, values = torch.cat([keys, gone[0]], 2), torch.cat([values, gone[1]], 2)
         valid = torch.cat([valid, torch.ones(B, HKV, 6, dtype=torch.bool)], 2)
-    want, weights = truth(q[:, :, None], keys, values, valid[:, :, None], SINKS)
+    want, _, weights = attention(q[:, :, None], keys, values, 0.3, valid[:, :, None], sinks=SINKS)
     torch.testing.assert_close(out, want[:, :, 0])
     torch.testing.assert_close(exact.attention.double(), shares(weights)[:, :, 0, :9], rtol=1e-6, atol=1e-7)
     state.sink_logits = state.exact.attention = None
@@ -78,11 +65,9 @@ def test_a_block(backend):
     past = state.exact.valid[:, :, None].expand(-1, -1, num, -1)
     visible = torch.cat([past, causal.expand(-1, HKV, -1, -1)], -1)
     keys, values = torch.cat([state.exact.keys, k], 2), torch.cat([state.exact.values, v], 2)
-    want, weights = truth(q, keys, values, visible, SINKS)
+    want, total, _ = attention(q, keys, values, 0.3, visible, sinks=SINKS)
     torch.testing.assert_close(out, want)
-    logits = torch.cat([0.3 * q @ keys.repeat_interleave(3, 1).mT, SINKS.view(1, -1, 1, 1).expand(B, -1, num, 1)], -1)
-    seen = torch.cat([visible.repeat_interleave(3, 1), torch.ones(B, HQ, num, 1, dtype=torch.bool)], -1)
-    torch.testing.assert_close(lse, logits.masked_fill(~seen, float("-inf")).logsumexp(-1))
+    torch.testing.assert_close(lse, total)
 
 
 def test_a_second_reading():
@@ -101,7 +86,7 @@ def test_a_second_reading():
         causal = torch.ones(B, 4, 4, dtype=torch.bool).tril()
         visible = torch.cat([valid[:, None].expand(-1, 4, -1), causal], -1)[:, None]
         every = [torch.cat(parts, 2) for parts in zip((keys, values), fed[1:])]
-        want, weights = truth(fed[0], *every, visible, SINKS)
+        want, _, weights = attention(fed[0], *every, 0.3, visible, sinks=SINKS)
         torch.testing.assert_close(out, want)
         received.append(weights.unflatten(1, (HKV, -1))[..., :8].amax((2, 3)))
     most = torch.maximum(*received)

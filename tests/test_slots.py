@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 import fastkv
-from fastkv import Budget, FastKVAttention, FastKVCache, FastKVError, cpu, reference
+from fastkv import Budget, FastKVAttention, FastKVError, cpu, reference
 from fastkv.cpu import slots as compiled_slots
 from fastkv.reference import FORMATS, FP8, INT4, INT8, PLAIN, rotated, step_of
 from fastkv.reference.slots import K8V4, Codec, Scaled
@@ -19,8 +19,6 @@ from .conftest import examples
 from .models import build, raises
 from .pairwise import covering
 from .states import compiled_step
-from .test_policy_matrix import EVERY, small
-from .test_saved import check_round_trip
 
 B, HQ, HKV, D = 2, 4, 2, 64
 WIDE = {"head_dim": 32}  # what groups of four bits need
@@ -321,16 +319,6 @@ def test_refusals():
 
 
 # Whole layers and models.
-
-
-@pytest.mark.parametrize(
-    ("slots", "heads"), [("int8", "adaptive"), ("fp8", "uniform"), ("int4", "adaptive"), ("k8v4", "adaptive")]
-)
-def test_saved_and_forked_caches_go_on(slots, heads, tmp_path):
-    model, path = build(**WIDE), tmp_path / "cache"
-    check_round_trip(fastkv.patch(model, "snapkv", small(heads=heads), evict_every=EVERY, slots=slots), path)
-    fastkv.patch(model, "snapkv", small(heads=heads), evict_every=EVERY)
-    raises(f"was saved with slots={slots}, got slots=model", FastKVCache.load, path, model)
 
 
 @each_format

@@ -282,13 +282,6 @@ def browser(page):
         yield opened
 
 
-def at(browser, state):
-    """What the page shows, of what is in its data: kept counts of the heads shown."""
-    return browser.run(
-        f"(Object.assign(state, {json.dumps(state)}), show(), Array.from(keptBy(cacheNow(), rows(), state.time)))"
-    )
-
-
 @pytest.mark.slow
 def test_clicking_through_the_page(browser, page, data):
     browser.open(page)

@@ -65,8 +65,8 @@ def generate(task: str, length: int, seed: int, questions: int = 1) -> Sample:
     sentences, and questions ask for facts chosen uniformly; no fact is asked for twice. There are 24 facts per 1024
     tokens (12 chains for `hops`), at least 2 and at most 48 (24).
 
-    Args: task: one of `TASKS`; length: tokens, at least 96; seed: any int; questions: how many, at most
-    `max_questions(task, length)`.
+    Args: task: one of `TASKS`; length: tokens, at least 96; seed: any int; questions: how many, at most as many as
+    there are facts to ask for, or half of them for `pairs`.
     """
     facts = num_facts(task, length)
     rng = random.Random(f"{task}/{length}/{seed}")
@@ -79,11 +79,6 @@ def generate(task: str, length: int, seed: int, questions: int = 1) -> Sample:
 def num_facts(task: str, length: int) -> int:
     """How many facts (chains for `hops`) a text of `length` tokens holds."""
     return max(2, min(MAX_FACTS[task], FACTS_PER_1024[task] * length // 1024))
-
-
-def max_questions(task: str, length: int) -> int:
-    """How many questions of `task` a text of `length` tokens can answer without asking for a fact twice."""
-    return num_facts(task, length) // (2 if task == "pairs" else 1)
 
 
 def _facts(rng: random.Random, count: int, paired: bool) -> tuple[list[str], list[str], list[str]]:
@@ -218,7 +213,7 @@ def calibration_text(tokenizer: PreTrainedTokenizerFast, length: int, seed: int)
 
     The tasks take turns; in every second round the filler is two sentences over and over, which are easy to predict."""
     task = TASKS[seed % len(TASKS)]
-    sample = generate(task, length, seed, min(4, max_questions(task, length)))
+    sample = generate(task, length, seed, 4)
     if seed // len(TASKS) % 2 == 0:
         return sample
     sentences = [f"{sentence} ." for sentence in sample.context.removesuffix(" .").split(" . ")]
