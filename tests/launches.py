@@ -34,6 +34,13 @@ def reached(arguments):
     return total
 
 
+def pytest_collection_modifyitems(items):
+    """For plugins whose launches are compiled: what draws cases is slow."""
+    for item in items:
+        if getattr(item.obj, "is_hypothesis_test", False):
+            item.add_marker("slow")
+
+
 def kernel_modules():
     """The modules of kernels."""
     names = (found.name for found in pkgutil.iter_modules(fastkv.kernels.__path__))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 
-from .launches import kernel_modules
+from .launches import kernel_modules, pytest_collection_modifyitems  # noqa: F401
 
 FIRST = 4  # of what a launcher is given are not arguments of the kernel
 
@@ -58,9 +58,3 @@ def launches_on_gpu():
             if hasattr(module, "chip_of"):
                 patch.setattr(module, "chip_of", lambda device: chip)
         yield
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if getattr(item.obj, "is_hypothesis_test", False):
-            item.add_marker("slow")

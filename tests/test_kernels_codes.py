@@ -12,7 +12,7 @@ import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fastkv import Budget, FastKVAttention, FastKVError
+from fastkv import Budget, FastKVError
 from fastkv.kernels import _codes, decode_attention, operations, prefill_attention
 from fastkv.kernels._launch import INTERPRET, pow2
 from fastkv.reference import FORMATS, rotated
@@ -24,6 +24,7 @@ from .conftest import examples
 from .models import raises
 from .pairwise import covering
 from .states import encoded, launched, make_spec, sinks, splits
+from .test_slots import module, run
 
 SLOTS = ["int8", "fp8", "int4", "k8v4"]
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
@@ -139,7 +140,7 @@ def test_decode_shapes(name, slots, dtype):
 
 @pytest.mark.parametrize(
     "slots, order, softcap, attention, append, number",
-    covering(SLOTS, [None, 0, 1], [None, 3.0], [True, False], [True, False], [1, 4]),
+    covering(["model", *SLOTS], [None, 0, 1], [None, 3.0], [True, False], [True, False], [1, 4]),
 )
 def test_decode_variants(slots, order, softcap, attention, append, number):
     with splits(number):
@@ -237,29 +238,14 @@ def test_evict(slots, shape, lengths, gone, dtype, dim, scores, drop, sinks, rec
     evict.check(case, 90 - drop, sinks, recent, order)
 
 
-def run(backend, slots, policy="momentkv", heads="uniform", **options):
-    """Attention of a layer that keeps 12 tokens over two blocks of a prompt and 4 tokens, and the layer."""
-    source = torch.Generator().manual_seed(0)
-    budget = Budget(tokens=12, sinks=2, recent=4, heads=heads)
-    layer = FastKVAttention(
-        4, 2, 64, policy, budget, evict_every=3, slots=slots, backend=backend, prefill_block=10, **options
-    )
-    q, k, v = (torch.randn(1, h, 24, 64, generator=source) for h in (4, 2, 2))
-    outs = [layer(q[:, :, :20], k[:, :, :20], v[:, :, :20])]
-    for at in range(20, 24):
-        outs.append(layer(*(part[:, :, at : at + 1] for part in (q, k, v))))
-    return torch.cat(outs, 2), layer
-
-
 @pytest.mark.parametrize(
     "slots, heads, policy, correction",
     covering(SLOTS, ["uniform", "adaptive"], ["momentkv", "keydiff", "snapkv"], ["moments", "centroids"], together=1),
 )
 def test_a_layer_does_what_the_reference_does(slots, heads, policy, correction):
-    (mine, layer), (want, other) = (
-        run(one, slots, policy, heads, correction=correction) for one in ("triton", "reference")
-    )
-    torch.testing.assert_close(mine, want, atol=2e-5, rtol=1e-4)
+    how = {"budget": Budget(tokens=12, sinks=2, recent=4, heads=heads), "prefill_block": 10, "correction": correction}
+    layer, other = (module(slots, policy, backend=backend, **how) for backend in ("triton", "reference"))
+    torch.testing.assert_close(run(layer, 20, 6), run(other, 20, 6), atol=2e-5, rtol=1e-4)
     for name in ("seen", "exact.lengths"):
         assert torch.equal(dict(layer.state.named_tensors())[name], dict(other.state.named_tensors())[name])
 

@@ -158,16 +158,6 @@ SHAPES = {  # batch, KV heads, groups, head_dim, slots, lengths, evicted
 }
 
 
-@pytest.mark.parametrize(
-    "order, softcap, attention, append, splits",
-    covering([None, 0, 1], [None, 3.0], [True, False], [True, False], [1, 4]),
-)
-def test_decode_attention_variants(split, order, softcap, attention, append, splits):
-    split(splits)
-    case = Case.make(2, 2, 3, 64, 24, torch.float32, (23, 0, 1, 14), (0, 0, 7, 70))
-    check(case, softcap, order, append, attention)
-
-
 @pytest.mark.parametrize("softcap, append, splits", covering([None, 3.0], [True, False], [1, 4]))
 def test_decode_variants_with_centroids(split, softcap, append, splits):
     split(splits)

@@ -43,15 +43,6 @@ def test_a_budget_as_large_as_the_text_changes_no_token(loaded, text, policy, bl
         assert ids[: len(answer.ids)] == answer.ids
 
 
-def test_a_reading_is_what_the_model_reads(loaded, text):
-    model, _ = loaded
-    cache = text.reading.compressed("snapkv", Budget(keep=0.25))
-    other = FastKVCache(model)
-    model(text.reading.ids, past_key_values=other, logits_to_keep=1)
-    token = torch.tensor([[42]])
-    assert torch.equal(*(model(token, past_key_values=one).logits for one in (cache, other)))
-
-
 @pytest.mark.parametrize("policy", FLOORS)
 def test_half_of_the_bytes_is_no_worse_than_it_was(loaded, text, policy):
     right, answer_kl = FLOORS[policy]

@@ -8,15 +8,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from torch import randn
 
 import fastkv
 from fastkv import ops, reference
-from fastkv.cache import CacheWorkspace
 from fastkv.cache.layer import evict
-from fastkv.cache.layout import LayerPlan, Layout
-from fastkv.cache.pages import ALIGNMENT, PagedBlocks, PagedLayer, PagedRule, PageFormat
-from fastkv.config import Config
+from fastkv.cache.layout import Layout
+from fastkv.cache.pages import ALIGNMENT, PageFormat
 from fastkv.kernels import operations, slot_signals
 from fastkv.kernels._attention import _home, _page
 from fastkv.ops.operator import flat_state
@@ -26,6 +23,7 @@ from .models import raises
 from .pairwise import covering
 from .states import BACKENDS, assert_same, copied, in_pages
 from .test_ops import CASES, flattened, sorted_slots
+from .test_paged import config_of, paged, read, step, tokens
 
 CASES_OF_STATES = [name for name in CASES if any(isinstance(one, LayerState) for one in CASES[name]("reference")[0])]
 ROWS, PAGES = [5, 2], 7
@@ -136,21 +134,13 @@ def test_nobody_s_row_never_fills_up():
         assert placed.exact.lengths[0].max() <= 1
 
 
-def paged(policy, correction="auto"):
-    """A layer of the reference that has read two prompts, into pages 3 and 1 of five, and decoded a token of each."""
-    torch.manual_seed(0)
-    config = Config.make(policy, fastkv.Budget(tokens=12, sinks=1, recent=2), 8, 4, correction, "reference", None)
-    keys, shared = torch.zeros(1, 2, 0, 16), CacheWorkspace(evict_every=4)
-    rule = PagedRule.of(LayerPlan(config), keys, keys)
-    made = PagedLayer(rule, torch.zeros(5, rule.form.nbytes, dtype=torch.uint8), 4, 0.3, None, shared)
-    rows = torch.tensor([3, 1])
-    made.clear(rows)
-    for turn in range(3):
-        blocks = PagedBlocks.of([8, 8], [8 * turn] * 2, torch.stack([rows, torch.tensor([0, 8]), torch.tensor([8, 8])]))
-        q = randn(16, 4, 16)
-        made.read(blocks, q, *randn(2, 16, 2, 16), torch.empty_like(q))
-    for _ in range(3):
-        made.step(rows, randn(2, 4, 16), *randn(2, 2, 2, 16))
+def after_two_prompts(policy, correction):
+    """A layer of the reference that read two prompts, into pages 3 and 1 of five, and decoded three tokens of each."""
+    made, texts = paged(config_of(policy, correction, backend="reference")), (tokens(27, 1), tokens(27, 2))
+    for row, text in zip((3, 1), texts):
+        read(made, row, [part[:, :, :24] for part in text])
+    for place in range(24, 27):
+        step(made, [3, 1], texts, [place] * 2)
     return made
 
 
@@ -158,7 +148,7 @@ def paged(policy, correction="auto"):
 def test_evictions_happen_in_pages(policy, monkeypatch):
     """Nothing is written back but what is found by sorting, and rows that are not due stay as they are."""
     policy, _, many = policy.partition(" ")
-    layer = paged(policy, "centroids" if policy == "snapkv" else "auto")
+    layer = after_two_prompts(policy, "centroids" if policy == "snapkv" else "auto")
     one, rule = layer.state.at(torch.tensor([1])), layer.rule
     other, others = copied(one), torch.tensor([2, 3, 4])
     before = other.at(others).taken()

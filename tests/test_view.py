@@ -86,6 +86,15 @@ def array(data, cache, name):
     return unpacked(data["numbers"], shape)[cache[name] // math.prod(shape)]
 
 
+def assert_kept(cache, layers, gone):
+    """Slots hold what did not go, by a page's data."""
+    for place, layer in enumerate(layers):
+        slots = cache.layers[layer].state.exact
+        for head in range(slots.lengths.shape[1]):
+            held = slots["positions"][0, head][slots.valid[0, head]].sort().values
+            assert torch.equal(held.long(), (gone[place, head] == 0).nonzero()[:, 0]), layer
+
+
 def plainly(bundled, cache):
     """The model patched as for that cache of the page."""
     budget = equal_bytes(bundled[0].config, Budget(tokens=cache["budget"], **common.SHARES), torch.float32)
@@ -101,11 +110,7 @@ def test_the_page_says_what_the_cache_holds(bundled, data, ids):
             said = [model(ids[:, :-STEPS], **{CACHE: mine}).logits[0, -1].argmax()]
             said += [model(one, **{CACHE: mine}).logits[0, -1].argmax() for one in ids[:, -STEPS:].split(1, 1)]
         gone = array(data, cache, "gone")
-        for place, layer in enumerate(data["layers"]):
-            slots = mine.layers[layer].state.exact
-            for head in range(data["heads"]):
-                held = slots["positions"][0, head][slots.valid[0, head]].sort().values
-                assert torch.equal(held.long(), (gone[place, head] == 0).nonzero()[:, 0]), (cache["policy"], layer)
+        assert_kept(mine, data["layers"], gone)
         assert [bundled[1].decode([one]) for one in said[:-1]] == [word.strip() for word in cache["said"]]
         events = cache["events"]
         assert gone.max() == len(events) and events == sorted(set(events)) and events[-1] <= CONTEXT
@@ -256,11 +261,7 @@ def test_other_models(family):
         for part in (ids[:, :70], *ids[:, 70:].split(1, 1)):
             model(part, **{CACHE: cache})
     assert found["layers"] == [i for i, one in enumerate(cache.layers) if isinstance(one, FastKVLayer)]
-    for place, layer in enumerate(found["layers"]):
-        slots = cache.layers[layer].state.exact
-        for head in range(slots.lengths.shape[1]):
-            held = slots["positions"][0, head][slots.valid[0, head]].sort().values
-            assert torch.equal(held.long(), (found["gone"][place, head] == 0).nonzero()[:, 0])
+    assert_kept(cache, found["layers"], found["gone"])
     assert found["error"][..., :32].max() < 1e-5 < found["error"].max() and found["error"].isfinite().all()
 
 

@@ -176,14 +176,10 @@ def _shuffled(rng: random.Random, items: list) -> list:
     return rng.sample(items, len(items))
 
 
-def load(
-    attn_implementation: str = "sdpa", dtype: torch.dtype | None = None, directory: Path = MODEL_DIR
-) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """The toy in eval mode on the CPU, fp32 by default, and its tokenizer."""
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, attn_implementation=attn_implementation, dtype=dtype or torch.float32, local_files_only=True
-    )
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+def load(dtype: torch.dtype = torch.float32) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """The toy in eval mode on the CPU and its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=dtype, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR, local_files_only=True)
     return cast(LlamaForCausalLM, model.eval()), cast(PreTrainedTokenizerFast, tokenizer)
 
 

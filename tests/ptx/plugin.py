@@ -10,6 +10,7 @@ os.environ["TRITON_INTERPRET"] = "0"  # read when triton is imported, which the 
 
 import pytest
 
+from ..launches import pytest_collection_modifyitems  # noqa: F401
 from .driver import Driver
 from .harness import executed, watched
 
@@ -27,9 +28,3 @@ def launches(driver, request):
     driver.order = zlib.crc32(request.node.nodeid.encode())
     with watched(driver):
         yield driver
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if getattr(item.obj, "is_hypothesis_test", False):
-            item.add_marker("slow")
