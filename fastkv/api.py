@@ -103,7 +103,6 @@ def patch(
         config = replace(config, prefill_block=prefill.block_tokens(next(model.parameters()).device))
     config = settings.with_fits(config, model.config, vector)
     config = settings.with_shares(config, model.config, lambda wanted: shares_for(model, wanted))
-    engine.detach(model)
     engine.attach(model, modules, config)
     return model
 

@@ -178,7 +178,7 @@ def with_fits(config: Config, known: Any, vector: str | Path | VectorMap | None)
         if not isinstance(vector, VectorMap):
             file = vector or _fitted(known, "vector.safetensors", "correction='vector'", "vector=file")
             vector = VectorMap.load(file, known)
-        vector.check(known)
+        check_fitted("this VectorMap", vector.fingerprint, vector.model, known, "vector")
         config = replace(config, vector=vector)
     elif vector is not None:
         raise FastKVError("vector=... is for correction='vector', got another correction; add it or leave vector out")

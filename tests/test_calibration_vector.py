@@ -165,8 +165,7 @@ def test_a_file_comes_back_bit_for_bit(tmp_path):
     other = build("qwen3").config
     text = refused("another model", VectorMap.load, path, other)
     assert describe(build().config) in text and describe(other) in text
-    refused("another model", fitted.check, other)
-    fitted.check(build().config)
+    refused("another model", fastkv.patch, build("qwen3"), "snapkv", budget=64, correction="vector", vector=fitted)
 
 
 def test_a_joint_file_says_so_by_its_one_r2_a_layer(tmp_path):

@@ -193,14 +193,14 @@ def header_of(path: Any, words: str, version: int) -> dict[str, Any]:
 class TensorFile:
     """The format of a safetensors file with tensors that were fitted to one model and facts about the fit.
 
-    Attributes: command: of `fastkv calibrate`, which writes it.  what: is in it, in words.  version: of the format.
-        facts: their names and types, a "fingerprint" and a "model" among them.
+    Attributes: command: of `fastkv calibrate`, which writes it.  what: is in it, in words.  facts: their names and
+        types.  version: of the format.
     """
 
     command: str
     what: str
-    version: int
     facts: Mapping[str, type]
+    version: int = 1
 
     @property
     def header(self) -> str:
@@ -243,12 +243,8 @@ class TensorFile:
         )
 
 
-FILE = TensorFile(
-    command="heads",
-    what="shares of heads",
-    version=1,
-    facts={"fingerprint": str, "model": str, "weights": str, "tokens": int},
-)
+FITTED = {"fingerprint": str, "model": str, "tokens": int}  # facts of every file
+FILE = TensorFile("heads", "shares of heads", FITTED | {"weights": str})
 KEEPS = tuple(2 ** (-step / 2) for step in range(13))  # 1 to 1/64: shares are stored for these
 HEADS_FILE = "heads.safetensors"  # beside a model
 KNOWN = Path(__file__).parent / "known"  # of weights that were calibrated with the defaults, by their digest

@@ -19,7 +19,6 @@ f grows, that is always 1, and the smallest is meant.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -29,17 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import FastKVError
+from ..errors import FINITE, FastKVError, is_number
 from ..policies import QueryStatistics
 from ..reference.attention import softcapped
-from . import TensorFile, check_fitted, header_of, replace_file
+from . import FITTED, TensorFile, check_fitted, header_of, replace_file
 
-MAPS = TensorFile(
-    command="vector",
-    what="maps from keys to values",
-    version=1,
-    facts={"fingerprint": str, "model": str, "tokens": int, "threshold": float},
-)
+MAPS = TensorFile("vector", "maps from keys to values", FITTED | {"threshold": float})
 
 
 def required_r2(boundary: float = 1.0) -> float:
@@ -95,10 +89,6 @@ class VectorMap:
         heads = len(self.weights[layer])
         return (self.r2[layer] > self.threshold).expand(heads).tolist()
 
-    def check(self, config: Any) -> None:
-        """Raise FastKVError unless it was fitted to a model with this config, patched or not."""
-        check_fitted("this VectorMap", self.fingerprint, self.model, config, "vector")
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file with a JSON header, as `TensorFile.save` does."""
         tensors = {f"weight.{layer}": weight for layer, weight in self.weights.items()}
@@ -125,9 +115,7 @@ def _fits(weight: Tensor, r2: Tensor) -> bool:
     return kinds and (joint or len(r2) == len(weight)) and all(bool(tensor.isfinite().all()) for tensor in (weight, r2))
 
 
-QUERIES = TensorFile(
-    command="queries", what="means of queries", version=1, facts={"fingerprint": str, "model": str, "tokens": int}
-)
+QUERIES = TensorFile("queries", "means of queries", FITTED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,10 +171,7 @@ def _sound(known: QueryStatistics) -> bool:
 
 FORMAT = "fastkv context calibration"
 VERSION = 1
-KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("alpha", "beta", "triples", "residual"), (int, float)),
-    **dict.fromkeys(("policy", "fingerprint", "model"), (str,)),
-}
+TEXTS = ("policy", "fingerprint", "model")
 NUMBERS = ("alpha", "beta", "triples", "residual")  # the order of a file
 STRAIGHT = 1e-12  # below this |k| the curve is its straight limit, to double precision
 
@@ -355,7 +340,7 @@ def curves_in(path: Path) -> dict[str, QualityCurve]:
 
 def _curve(values: dict[str, Any]) -> QualityCurve:
     """One entry of a file. Raises KeyError or TypeError for whatever is not one."""
-    for name, kinds in KINDS.items():
-        if type(values[name]) not in kinds or (float in kinds and not math.isfinite(values[name])):
-            raise TypeError(f"{name} is not finite or of another type")
-    return QualityCurve(**{name: values[name] for name in KINDS})
+    texts, numbers = ([values[name] for name in names] for names in (TEXTS, NUMBERS))
+    if not all(isinstance(one, str) for one in texts) or not all(is_number(one, -FINITE, FINITE) for one in numbers):
+        raise TypeError("a number is not finite, or something is of another type")
+    return QualityCurve(**{name: values[name] for name in (*TEXTS, *NUMBERS)})

@@ -73,7 +73,7 @@ def test_shares_come_from_a_file(model, tmp_path):
     replace(known, table=torch.ones_like(known.table)).save(file)
     budget = {"tokens": 64, "heads": str(file)}
     start(model, {"policy": "keydiff", "budget": budget})
-    assert {rule.layer.layout.tokens for rule in Compression.latest.rules().values()} == {(64, 64)}
+    assert {rule.layer.layout.tokens for rule in Compression.latest.rules[None].values()} == {(64, 64)}
     replace(known, weights="0" * 16).save(file)
     with pytest.raises(FastKVError, match="was calibrated for other weights"):
         start(model, {"policy": "keydiff", "budget": budget})

@@ -35,7 +35,7 @@ def test_budgets_in_bytes_do_not_say_how_many_tokens_are_kept():
 def test_what_fits_is_what_pages_take(model):
     memory = 2**26
     llm = start(model, SETTINGS, kv_cache_memory_bytes=memory)
-    each = sum(rule.form.nbytes for rule in Compression.latest.rules().values())
+    each = sum(rule.form.nbytes for rule in Compression.latest.rules[None].values())
     config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
     told = what_fits(llm.llm_engine.vllm_config, config)
     assert told == f"{memory // each - 1} requests of up to {LONGEST:,} tokens fit, {each / 1e6:.2f} MB each"

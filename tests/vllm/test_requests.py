@@ -136,7 +136,7 @@ def test_pages_hold_every_budget_that_may_be_asked(model, tmp_path):
     llm, grown = start(model, given), 0
     config = llm.llm_engine.vllm_config
     for name, layer in compressed(config).items():
-        first, *others = (layer.impl.common.rules(kind)[name].form.nbytes for kind in (None, *Menu.of(config).sizes))
+        first, *others = (layer.impl.common.rules[kind][name].form.nbytes for kind in (None, *Menu.of(config).sizes))
         assert layer.attn_backend.page == max(first, *others)
         grown += max(others) > first
     assert grown

@@ -243,12 +243,7 @@ def _check_agreement(model: Any, found: list[Module], config: Config) -> None:
 
     Raises: FastKVError if a short prompt tells it apart from the stock model.
     """
-
-    def patch(config: Config) -> None:
-        detach(model)
-        attach(model, found, config)
-
-    selfcheck.check_agreement(model, patch, config)
+    selfcheck.check_agreement(model, lambda changed: attach(model, found, changed), config)
     model_type = model.config.model_type
     if model_type not in TESTED:
         warnings.warn(
@@ -260,7 +255,8 @@ def _check_agreement(model: Any, found: list[Module], config: Config) -> None:
 
 
 def attach(model: Module, found: list[Module], config: Config) -> None:
-    """Put the config on a model that `check` accepted."""
+    """Put the config on a model that `check` accepted, in place of what was there."""
+    detach(model)
     ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.fastkv_attention)  # inert until a module asks for it
     ALL_ATTENTION_FUNCTIONS.register(attention.WINDOW_NAME, attention.window_attention)
     copyreg.pickle(types.MethodType, _pickled)  # type: ignore[arg-type]
@@ -322,7 +318,7 @@ def restored(model: Module) -> Iterator[None]:
 
 def restore(model: Module, before: Config | None) -> None:
     """Patch a model as it was with that config, None for not at all."""
-    detach(model)
+    detach(model)  # first: `check` looks at stock models
     if before is not None:
         attach(model, check(model, before), before)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ from ...reference.attention import grouped_logits, softcapped
 from . import attach, check, detach, modules, restored
 from .cache import FastKVCache, Prompt
 from .prompt import read_again
-from .selfcheck import with_rotations
+from .selfcheck import unchanged, with_rotations
 from .stock import CACHE
 
 TEXTS, ROWS, LENGTH = 2, 4, 256  # own texts, of so many pieces, of so many tokens each
@@ -166,11 +166,9 @@ def held_whole(model: Any, num: int) -> Iterator[None]:
     """The model with the policy that is default for it, heads alike, and room for `num` tokens; then stock again."""
     config = Config.make(POLICY, Budget(tokens=num, heads="uniform"), None, 1, "none", "auto", False)
     found = check(model, config)
-    attach(model, found, with_rotations(config, model, found, replace(config, policy=get(WITHOUT_ROTARY))))
-    try:
+    with restored(model):
+        attach(model, found, with_rotations(config, model, found, replace(config, policy=get(WITHOUT_ROTARY))))
         yield
-    finally:
-        detach(model)
 
 
 def curves(model: Any, ids: Tensor, seed: int, progress: Callable[[int], None], behind: Tensor) -> list[Tensor]:
@@ -325,16 +323,9 @@ def calibrate_heads(
             "calibrate_heads needs gradients, got weights made in inference mode, which have none; load the model "
             "outside of torch.inference_mode(), or use Budget(heads='uniform')"
         )
-    training = [module for module in model.modules() if module.training]  # dropout would make it another result
     show = progress or (lambda tokens: None)
-    # Whatever the caller is in, the result is the same.
-    plain = torch.inference_mode(False), torch.no_grad(), torch.autocast(model.device.type, enabled=False)
-    with ExitStack() as stack:
-        for context in plain:
-            stack.enter_context(context)
-        for module in training:
-            stack.callback(setattr, module, "training", True)
-        model.eval()
+    # Whatever the caller is in, the result is the same. To leave inference mode turns gradients on, so it comes first.
+    with torch.inference_mode(False), unchanged(model), torch.autocast(model.device.type, enabled=False):
         again = sees_everything(model)
         most = longest_piece(model, again)
         if text is None:

@@ -200,9 +200,7 @@ class FastKVLayer(CacheLayerMixin):
 
     def hold_tokens(self, tokens: HeldTokens, how: Attends, reread: Reread | None = None) -> HeldPrompt:
         """Hold tokens as if they had been read; k and v are overwritten where heads keep different numbers of them."""
-        self.lazy_initialization(*tokens[1:3])
-        if self.cache.plan.latent:
-            self.sizes = ()  # transformers' are others
+        self.lazy_initialization(tokens[1], None if self.cache.plan.latent else tokens[2])  # transformers' are others
         self.seen = tokens[1].shape[2]
         held = self.hold()
         held.held, held.attends, held.reread = tokens, how, reread
@@ -344,9 +342,9 @@ class Ring:
     def roll(self, batch: int, recent: Tensor, length: int, mask: Tensor | None) -> None:
         """Go on from a sequence of so many tokens, `recent` of them still there; mask [B, length] is 0 for padding."""
         if self.real.shape[0] != batch or self.real.device != recent.device:
-            self.seen = _fixed(torch.zeros((), dtype=torch.int64, device=recent.device))
-            self.place = _fixed(torch.zeros(1, dtype=torch.int64, device=recent.device))
-            self.real = _fixed(torch.zeros(batch, self.size, dtype=torch.bool, device=recent.device))
+            self.seen = stock.fixed(torch.zeros((), dtype=torch.int64, device=recent.device))
+            self.place = stock.fixed(torch.zeros(1, dtype=torch.int64, device=recent.device))
+            self.real = stock.fixed(torch.zeros(batch, self.size, dtype=torch.bool, device=recent.device))
         self.seen.fill_(length)
         self.real.zero_()
         self.real[:, recent] = True if mask is None else mask[:, length - len(recent) : length].bool()
@@ -365,7 +363,7 @@ class Ring:
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a change of the batch axis."""
         if self.rolled:
-            self.real = _changed(self.real, change)
+            self.real = stock.changed(self.real, change)
 
 
 class WindowLayer(DynamicSlidingWindowLayer):
@@ -400,7 +398,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
     def _rolled(self, tokens: Tensor, room: Tensor | None, recent: Tensor) -> Tensor:
         batch, heads, num, dim = tokens.shape
         if room is None or room.shape[0] != batch:
-            room = _fixed(tokens.new_zeros(batch, heads, self.ring.size, dim))
+            room = stock.fixed(tokens.new_zeros(batch, heads, self.ring.size, dim))
         return room.index_copy_(2, recent, tokens[:, :, num - len(recent) :])
 
     def unroll(self, recent: Tensor, length: int) -> None:
@@ -414,20 +412,6 @@ class WindowLayer(DynamicSlidingWindowLayer):
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a change of the batch axis."""
-        if self.keys is None:
-            return
-        self.keys, self.values = _changed(self.keys, change), _changed(self.values, change)
+        stock.map_batch(self, change)
         if self.ring.rolled:
             self.key_room, self.value_room = self.keys, self.values
-
-
-def _fixed(tensor: Tensor) -> Tensor:
-    """The tensor, which stays where it is from now on."""
-    torch._dynamo.mark_static_address(tensor, guard=False)
-    return tensor
-
-
-def _changed(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """The tensor after a change, in place where the shape stays."""
-    new = change(tensor)
-    return tensor.copy_(new) if new.shape == tensor.shape else _fixed(new)

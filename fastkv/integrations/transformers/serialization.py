@@ -20,7 +20,6 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from ... import __version__
-from ...cache.layout import Layout
 from ...calibration import describe, fingerprint, header_of, read_tensors, replace_file
 from ...config import Config
 from ...errors import FastKVError
@@ -182,12 +181,18 @@ def _fill(
     file.need(batch > 0 and heads > 0)
     tokens = file.counts(entry, *(f"tokens.{head}" for head in range(heads)))
     approx = file.counts(entry, *(f"approx.{head}" for head in range(heads))) if "approx.0" in entry else []
-    if layer.cache.config.budget.shared is None:
-        layout = _layout(file, layer, tuple(tokens), tuple(approx), device)
-    else:
-        layer.cache.average, layer.cache.context, mean = file.counts(entry, "average", "context", "mean")
-        layout = layer.cache.plan.layout(heads, device, mean, shares=tuple(tokens))
-        layout = replace(layout, tokens=tuple(tokens), approx=tuple(approx))
+    cache, shares, mean = layer.cache, None, sum(tokens) // heads
+    if cache.config.budget.shared is not None:
+        cache.average, cache.context, mean = file.counts(entry, "average", "context", "mean")
+        shares = tuple(tokens)
+    layout = cache.plan.layout(heads, device, mean, shares=shares)
+    known = shares is not None or cache.config.correction.key_only
+    if not known and (layout.tokens, layout.approx) != (tuple(tokens), tuple(approx)):
+        raise FastKVError(
+            f"{file.path} was saved with heads of {tokens} tokens in layer {cache.layer}, but policy "
+            f"{cache.config.policy.name!r} now gives them {list(layout.tokens)}; patch the model as it was then"
+        )
+    layout = replace(layout, tokens=tuple(tokens), approx=tuple(approx))
     dims = [getattr(layout.format, name.split(".")[1]).dim(saved[name].shape[-1]) for name in pairs]
     if layer.cache.plan.latent:
         dims += file.counts(entry, "exact.value_dim")
@@ -213,20 +218,6 @@ def _fill(
     layer.cache.adopt(state, layout, heads * groups)
     layer.cache.loaded()
     layer.adopted(seen, recording > 0, dtype)
-
-
-def _layout(
-    file: _File, layer: FastKVLayer, tokens: tuple[int, ...], approx: tuple[int, ...], device: torch.device
-) -> Layout:
-    """The layout that the config gives a layer with so many tokens; FastKVError if it deals them out differently."""
-    cache, heads = layer.cache, len(tokens)
-    made = cache.plan.layout(heads, device, sum(tokens) // heads)
-    if not cache.config.correction.key_only and (made.tokens, made.approx) != (tokens, approx):
-        raise FastKVError(
-            f"{file.path} was saved with heads of {list(tokens)} tokens in layer {cache.layer}, but policy "
-            f"{cache.config.policy.name!r} now gives them {list(made.tokens)}; patch the model as it was then"
-        )
-    return replace(made, tokens=tokens, approx=approx)
 
 
 def _sound(state: LayerState, seen: int) -> bool:

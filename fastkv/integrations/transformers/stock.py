@@ -101,8 +101,19 @@ def nbytes(layer: Any) -> int:
 def map_batch(layer: Any, change: Callable[[Tensor], Tensor]) -> None:
     """Apply a change of the batch axis to every tensor, in place where the shape stays."""
     for _, holder, place in places(layer):
-        old, new = holder[place], change(holder[place])
-        holder[place] = old.copy_(new) if new.shape == old.shape else new
+        holder[place] = changed(holder[place], change)
+
+
+def changed(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """The tensor after a change, in place where the shape stays."""
+    new = change(tensor)
+    return tensor.copy_(new) if new.shape == tensor.shape else fixed(new)
+
+
+def fixed(tensor: Tensor) -> Tensor:
+    """The tensor, which stays where it is from now on."""
+    torch._dynamo.mark_static_address(tensor, guard=False)
+    return tensor
 
 
 def separate(layer: Any) -> None:

@@ -71,8 +71,6 @@ class Compression:
         self.shared = CacheWorkspace(parallel, self.config.evict_every, positions, sequences)
         self.device = torch.device(vllm_config.device_config.device_type)
         self.warm: set[tuple[Any, ...]] = set()
-        self.known: dict[Kind, dict[str, PagedRule]] = {}
-        self.shared_out: dict[Kind, Config] = {}
         self.batches = self.batcher()
 
     def batcher(self) -> Batcher:
@@ -90,7 +88,7 @@ class Compression:
             return
         how = impl.num_heads, impl.scale, impl.softcap, impl.sinks is not None
         for kind in self.classes:
-            rule = self.rules(kind)[layer.layer_name]
+            rule = self.rules[kind][layer.layer_name]
             sort = rule.layer.layout, rule.layer.spec, rule.form.nbytes, device, *how
             if sort in self.warm:
                 continue
@@ -112,27 +110,20 @@ class Compression:
             cls.latest = cls(vllm_config)
         return cls.latest
 
-    def rules(self, kind: Kind = None) -> dict[str, PagedRule]:
-        """What each compressed layer needs of the settings of such requests, by name of the layer. All of the model
-        exist by now.
+    @cached_property
+    def rules(self) -> dict[Kind, dict[str, PagedRule]]:
+        """What each compressed layer needs, by name of the layer, of the settings of each kind of request. All of the
+        model exist by now.
         """
-        if kind not in self.known:
-            made = self._rules(self._calibrated(kind))
-            # What was fitted is the server's: one copy of it, a layer's buffers.
-            for name, own in self.rules().items() if isinstance(kind, int) else ():
-                fitted = {part: getattr(own.layer, part) for part in ("rotary", "queries", "weight")}
-                made[name] = replace(made[name], layer=replace(made[name].layer, **fitted))
-            self.known[kind] = made
-        return self.known[kind]
-
-    def _calibrated(self, kind: Kind) -> Config:
-        """The settings with the shares of heads."""
-        if isinstance(kind, int):
-            config = self._calibrated(None)
-            return replace(config, budget=replace(config.budget, tokens=kind))
-        if kind not in self.shared_out:
-            self.shared_out[kind] = settings.calibrated(self.configs[kind], self.vllm_config)
-        return self.shared_out[kind]
+        configs = {kind: settings.calibrated(config, self.vllm_config) for kind, config in self.configs.items()}
+        made, own = {kind: self._rules(config) for kind, config in configs.items()}, configs[None]
+        for size in Menu.of(self.vllm_config).sizes:
+            smaller = self._rules(replace(own, budget=replace(own.budget, tokens=size)))
+            for name, rule in smaller.items():  # what was fitted is the server's: one copy of it, a layer's buffers
+                fitted = {part: getattr(made[None][name].layer, part) for part in ("rotary", "queries", "weight")}
+                smaller[name] = replace(rule, layer=replace(rule.layer, **fitted))
+            made[size] = smaller
+        return made
 
     def _rules(self, config: Config) -> dict[str, PagedRule]:
         """`rules` for these settings."""
@@ -193,8 +184,7 @@ class Compression:
     def bind(self) -> None:
         """Let every compressed layer tell vLLM its own page. All of the model exist by now."""
         # With fewer tokens calibrated heads differ more, so that a layer may need more than with all.
-        kinds = [*self.classes, *Menu.of(self.vllm_config).sizes]
-        forms = [{name: rule.form.nbytes for name, rule in self.rules(kind).items()} for kind in kinds]
+        forms = [{name: rule.form.nbytes for name, rule in rules.items()} for rules in self.rules.values()]
         pages = {name: max(form[name] for form in forms) for name in forms[0]}
         if self.mixed:
             pages = dict.fromkeys(pages, self.equal(max(pages.values())))
@@ -204,7 +194,7 @@ class Compression:
                 base = layer.attn_backend  # of the same name, by which vLLM groups layers
                 layer.attn_backend = type(base.__name__, (base,), {"page": pages[name], "__module__": base.__module__})
                 for number, kind in enumerate(self.classes):  # as buffers, which vLLM brings back after sleep
-                    fitted = self.rules(kind)[name].layer
+                    fitted = self.rules[kind][name].layer
                     turning = None if fitted.rotary is None else fitted.rotary.frequencies
                     for place, tensor in enumerate((turning, fitted.weight, *(fitted.queries or ()))):
                         if tensor is not None:
@@ -317,7 +307,7 @@ class FastKVImpl(AttentionImpl[Batch]):
     def made(self, layer: Any, kind: Kind, kv_cache: Tensor) -> PagedLayer:
         """The layer in these pages, [P, ...], for requests of that kind."""
         pages = kv_cache.view(torch.uint8).view(len(kv_cache), -1)
-        rule = self.common.rules(kind)[layer.layer_name]
+        rule = self.common.rules[kind][layer.layer_name]
         return PagedLayer(rule, pages, self.num_heads, self.scale, self.softcap, self.common.shared, self.sinks)
 
     def forward(

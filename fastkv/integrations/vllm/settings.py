@@ -255,15 +255,8 @@ def fitted(config: Config, vllm_config: Any) -> Config:
     """
     known = vllm_config.model_config.hf_config
     config = with_fits(config, known, setting(vllm_config, "vector") if config.correction.key_only else None)
-    heads, processes = (
-        vllm_config.model_config.get_total_num_kv_heads(),
-        vllm_config.parallel_config.tensor_parallel_size,
-    )
-    if (config.vector is not None or config.queries is not None) and heads % processes:
-        raise FastKVError(
-            f"what was fitted to {heads} KV heads cannot be dealt to {processes} processes, which repeat heads; use a "
-            "tensor_parallel_size that divides them"
-        )
+    if config.vector is not None or config.queries is not None:
+        _check_dealt(vllm_config, "fitted")
     if not config.undoes_rotation:
         return config
     if vllm_config.model_config.uses_mrope:
@@ -275,6 +268,19 @@ def fitted(config: Config, vllm_config: Any) -> Config:
         twin = AutoModelForCausalLM.from_config(_small(known.get_text_config(decoder=True)), dtype=torch.float32)
     layers = range(twin.config.num_hidden_layers)
     return replace(config, rotations=rotations(twin, layers, halves=config.correction.key_only))
+
+
+def _check_dealt(vllm_config: Any, what: str) -> None:
+    """Raise FastKVError where processes repeat heads."""
+    heads, processes = (
+        vllm_config.model_config.get_total_num_kv_heads(),
+        vllm_config.parallel_config.tensor_parallel_size,
+    )
+    if heads % processes:
+        raise FastKVError(
+            f"what is {what} for {heads} KV heads cannot be dealt to {processes} processes, which repeat heads; use a "
+            "tensor_parallel_size that divides them, or heads='uniform'"
+        )
 
 
 def calibrated(config: Config, vllm_config: Any) -> Config:
@@ -299,12 +305,7 @@ def calibrated(config: Config, vllm_config: Any) -> Config:
     budget = config.budget
     if budget.shared is None or budget.follows_prompt:
         return config
-    processes = vllm_config.parallel_config.tensor_parallel_size
-    if model.get_total_num_kv_heads() % processes:
-        raise FastKVError(
-            f"what {model.get_total_num_kv_heads()} KV heads were calibrated to keep cannot be dealt to {processes} "
-            "processes, which repeat heads; use a tensor_parallel_size that divides them, or heads='uniform'"
-        )
+    _check_dealt(vllm_config, "calibrated")
     return replace(config, budget=replace(budget, context=budget.context or model.max_model_len))
 
 
