@@ -27,7 +27,8 @@ struct Hadamard {
             for (int j = 0; j < SIZE; ++j) signs[i][j] = __builtin_parity(i & j) ? -1 : 1;
     }
 
-    void turn(Number* row, int64_t dim, Number factor) const {
+    void turn(Number* row, int64_t dim) const {
+        const Number factor = __builtin_sqrt(1.0 / (dim & -dim));
         auto lanes = [](Number* at) -> Lanes& { return *reinterpret_cast<Lanes*>(at); };
         for (int64_t i = 0; i < dim; i += SIZE) {
             Lanes sum = {};
@@ -74,7 +75,7 @@ struct Scaled {
     static constexpr bool TURNED = false;
     static constexpr int64_t PLAIN = 0;
 
-    static void write(const float* row, uint8_t* codes, uint8_t* scales, int64_t dim, double) {
+    static void write(const float* row, uint8_t* codes, uint8_t* scales, int64_t dim) {
         float step = largest(row, dim) / Code::LARGEST;
         bool small = step < __FLT_MIN__;
         float by = small ? __builtin_inff() : step;
@@ -157,11 +158,11 @@ struct Int4 {
 
     static float step_of(int8_t exponent) { return of_bits((exponent + 1016) * (1 << 20)); }
 
-    static void write(const float* row, uint8_t* codes, uint8_t* scales, int64_t dim, double root) {
+    static void write(const float* row, uint8_t* codes, uint8_t* scales, int64_t dim) {
         double exact[LONGEST];
         float turned[LONGEST];
         for (int64_t i = 0; i < dim; ++i) exact[i] = row[i];
-        EXACT.turn(exact, dim, root);
+        EXACT.turn(exact, dim);
         for (int64_t i = 0; i < dim; ++i) turned[i] = float(exact[i]);
         for (int64_t group = 0; group < dim / GROUP; ++group) {
             float *mine = turned + group * GROUP, low = mine[0], high = mine[0];
@@ -205,28 +206,27 @@ struct Int4 {
 
 extern "C" {
 
-// Codes and scales of a tensor of the cache, plain rows without scales; strides in bytes, of batch rows, heads and
-// slots.
-struct Coded {
-    uint8_t *codes, *scales;
-    int64_t code_strides[3], scale_strides[3];
+// A tensor with a row of so many bytes for every token; strides in bytes, of batch rows, heads and slots.
+struct Moving {
+    uint8_t* rows;
+    int64_t strides[3], size;
 
-    uint8_t* codes_at(int64_t batch, int64_t head, int64_t slot) const {
-        return codes + batch * code_strides[0] + head * code_strides[1] + slot * code_strides[2];
-    }
-    uint8_t* scales_at(int64_t batch, int64_t head, int64_t slot) const {
-        return scales + batch * scale_strides[0] + head * scale_strides[1] + slot * scale_strides[2];
+    uint8_t* at(int64_t batch, int64_t head, int64_t slot) const {
+        return rows + batch * strides[0] + head * strides[1] + slot * strides[2];
     }
 };
 
-// rows [batch, heads, slots, dim] of fp32, or halves of bfloat16, and their codes. root: 1 / sqrt of the size of their
-// Hadamard matrix.
+// Codes and scales of a tensor of the cache, plain rows without scales.
+struct Coded {
+    Moving codes, scales;
+};
+
+// rows [batch, heads, slots, dim] of fp32, or halves of bfloat16, and their codes.
 struct Rows {
     Coded coded;
     float* rows;
     uint16_t* halves;
     int64_t batch, heads, slots, dim, threads;
-    double root;
 };
 
 // A token for every head, or none: rows [batch, heads, dim] of keys and values, of plain slots as they are stored, else
@@ -236,7 +236,6 @@ struct Token {
     int32_t* positions;
     int64_t* seen;
     int64_t position_strides[2], seen_stride, room;
-    double root;
 };
 
 // What stands for the evicted tokens of every head, or nothing: centroids [batch, heads, number, dim] with count and
@@ -264,19 +263,13 @@ struct Attention {
     float *out, *lse, *mass, *received;
     int64_t received_strides[2];
     int64_t batch, heads, rows, dim, slots, threads, length_stride, start_stride;
-    float scale, root;
+    float scale;
 
     // Where the slots of a head begin in its row, and those of the next; null where heads do not share a row.
     const int32_t* stretch_of(int64_t batch, int64_t head) const {
         return starts ? starts + batch * start_stride + head : nullptr;
     }
     int64_t first_of(int64_t batch, int64_t head) const { return starts ? *stretch_of(batch, head) : 0; }
-};
-
-// A tensor with a row of so many bytes for every token; strides in bytes, of batch rows, heads and slots.
-struct Moving {
-    uint8_t* rows;
-    int64_t strides[3], size;
 };
 
 // kept [batch, heads, slots]: which tokens stay; known likewise: a number of each, for `memory`, or none; lengths and
@@ -309,11 +302,11 @@ class Stretch {
     template <typename Format>
     const float* read(const Coded& from, int64_t first) {
         int64_t count = std::min<int64_t>(length - first, TILE);
-        if (std::is_same<Format, Float32>::value && count == TILE && from.code_strides[2] == all.dim * 4)
-            return reinterpret_cast<const float*>(from.codes_at(batch, head, first_slot + first));
+        if (std::is_same<Format, Float32>::value && count == TILE && from.codes.strides[2] == all.dim * 4)
+            return reinterpret_cast<const float*>(from.codes.at(batch, head, first_slot + first));
         float* tile = room.data();
         for (int64_t i = 0, slot = first_slot + first; i < count; ++i, ++slot)
-            Format::read(from.codes_at(batch, head, slot), from.scales_at(batch, head, slot), tile + i * all.dim,
+            Format::read(from.codes.at(batch, head, slot), from.scales.at(batch, head, slot), tile + i * all.dim,
                          all.dim);
         for (int64_t i = count * all.dim; i < TILE * all.dim; i += WIDE) store(tile + i, Floats{});
         return tile;
@@ -404,7 +397,7 @@ class Stretch {
         const int64_t rows = all.rows, dim = all.dim;
         for (int64_t row = 0; row < rows; ++row) {
             float* query = &queries[row * dim];
-            if (Keys::TURNED) SINGLE.turn(query, dim, all.root);
+            if (Keys::TURNED) SINGLE.turn(query, dim);
             for (int64_t i = 0; i < dim; i += WIDE) store(query + i, floats(query + i) * all.scale);
         }
         for (int64_t first = 0; first < length; first += TILE) {
@@ -554,7 +547,7 @@ void join(const Attention& all, int64_t place, const Part* parts, int64_t number
             shares[part] = sum > 0 ? shares[part] / sum : 0;
             add(&mine[0], dim, outs + (part * rows + row) * dim, shares[part]);
         }
-        if (Values::TURNED) SINGLE.turn(&mine[0], dim, all.root);
+        if (Values::TURNED) SINGLE.turn(&mine[0], dim);
         float mass = -__builtin_inff(), total = lse, kept = 1;
         if (estimate) {
             std::fill(value.begin(), value.end(), 0.0f);
@@ -587,12 +580,12 @@ void join(const Attention& all, int64_t place, const Part* parts, int64_t number
 template <typename Format>
 void put(const void* rows, int64_t place, const Coded& to, int64_t batch, int64_t head, int64_t slot,
          const Attention& all) {
-    uint8_t* codes = to.codes_at(batch, head, slot);
+    uint8_t* codes = to.codes.at(batch, head, slot);
     if constexpr (Format::PLAIN != 0)
         std::memcpy(codes, static_cast<const char*>(rows) + place * all.dim * Format::PLAIN, all.dim * Format::PLAIN);
     else
-        Format::write(static_cast<const float*>(rows) + place * all.dim, codes, to.scales_at(batch, head, slot),
-                      all.dim, all.token.root);
+        Format::write(static_cast<const float*>(rows) + place * all.dim, codes, to.scales.at(batch, head, slot),
+                      all.dim);
 }
 
 // Stores the token in the first free slot of every head that has one.
@@ -653,11 +646,6 @@ void attend(const Attention& all) {
     }
 }
 
-// Of a part, the row of a slot of the head that begins there.
-inline uint8_t* row_of(const Moving& part, int64_t batch, int64_t head, int64_t slot) {
-    return part.rows + batch * part.strides[0] + head * part.strides[1] + slot * part.strides[2];
-}
-
 // The last tokens that stay move into the slots of the first that leave.
 void leave(const Leaving& all) {
     for (int64_t place = 0; place < all.batch * all.heads; ++place) {
@@ -667,7 +655,7 @@ void leave(const Leaving& all) {
         const int64_t first = all.starts ? all.starts[batch * all.start_stride + head] : 0;
         const float* known = all.known ? all.known + place * all.slots : nullptr;
         auto remember = [&](int64_t slot, float number) {
-            if (known) *reinterpret_cast<float*>(row_of(all.memory, batch, head, first + slot)) = number;
+            if (known) *reinterpret_cast<float*>(all.memory.at(batch, head, first + slot)) = number;
         };
         int64_t hole = 0, last = length;
         const int64_t room = all.starts ? all.starts[batch * all.start_stride + head + 1] - first : all.slots;
@@ -679,7 +667,7 @@ void leave(const Leaving& all) {
             if (hole >= last) break;
             --last;
             for (int64_t i = 0; i < all.number; ++i) {
-                uint8_t* row = row_of(all.parts[i], batch, head, first);
+                uint8_t* row = all.parts[i].at(batch, head, first);
                 const int64_t stride = all.parts[i].strides[2];
                 std::memcpy(row + hole * stride, row + last * stride, all.parts[i].size);
             }
@@ -698,13 +686,13 @@ void each(const Rows& all, bool encode) {
         for (int64_t slot = 0; slot < all.slots; ++slot) {
             int64_t batch = place / all.heads, head = place % all.heads, at = (place * all.slots + slot) * all.dim;
             float room[LONGEST], *row = all.halves ? room : all.rows + at;
-            uint8_t *codes = coded.codes_at(batch, head, slot), *scales = coded.scales_at(batch, head, slot);
+            uint8_t *codes = coded.codes.at(batch, head, slot), *scales = coded.scales.at(batch, head, slot);
             if (encode) {
-                Format::write(row, codes, scales, all.dim, all.root);
+                Format::write(row, codes, scales, all.dim);
                 continue;
             }
             Format::read(codes, scales, row, all.dim);
-            if (Format::TURNED) SINGLE.turn(row, all.dim, float(all.root));
+            if (Format::TURNED) SINGLE.turn(row, all.dim);
             for (int64_t i = 0; all.halves && i < all.dim; i += WIDE) {
                 Ints bits = (Ints)floats(row + i);
                 bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;  // half to even

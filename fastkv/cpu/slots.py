@@ -8,7 +8,6 @@ reference does all that.
 from __future__ import annotations
 
 from ctypes import c_int64
-from functools import cache
 from operator import is_
 from typing import Any
 
@@ -29,20 +28,7 @@ MIXED = {
 }
 
 
-def coded_at(codes: Tensor, scales: Tensor | None) -> Any:
-    """Codes [B, Hkv, N, width] and scales [B, Hkv, N, ...]; or [B, N, ...] of heads that share slots. Plain rows
-    have no scales.
-    """
-    strides = [Three(), Three()]
-    for found, part in zip(strides, (codes, scales)):
-        if part is not None:
-            batch, *rest = part.stride()
-            head, slot = (0, rest[0]) if codes.ndim == 3 else rest[:2]
-            found[:] = [part.element_size() * stride for stride in (batch, head, slot)]
-    return C.Coded(codes.data_ptr(), scales if scales is None else scales.data_ptr(), *strides)
-
-
-def moving_at(part: Tensor, shared: bool) -> Any:
+def rows_at(part: Tensor, shared: bool) -> Any:
     """Rows [B, Hkv, C, ...], or [B, S, ...] of heads that share slots; None where a row is in several pieces."""
     axes = 2 if shared else 3
     size, strides = part.element_size(), part.stride()
@@ -55,21 +41,23 @@ def moving_at(part: Tensor, shared: bool) -> Any:
     return C.Moving(part.data_ptr(), Three(*(size * stride for stride in (strides[0], *of_head))), size * numbers)
 
 
+def coded_at(codes: Tensor, scales: Tensor | None) -> Any:
+    """Codes [B, Hkv, N, width] and scales [B, Hkv, N, ...]; or [B, N, ...] of heads that share slots. Plain rows
+    have no scales. None where a row is in several pieces.
+    """
+    parts = [C.Moving() if part is None else rows_at(part, codes.ndim == 3) for part in (codes, scales)]
+    return None if None in parts else C.Coded(*parts)
+
+
 def serves(form: RowFormat, dim: int) -> bool:
     """Whether rows of `dim` numbers are handled here. The first question compiles."""
     return not form.plain and dim % WIDE == 0 and dim <= LONGEST and cpu.available("slots")
 
 
-@cache
-def root(dim: int) -> float:
-    """1 / sqrt(n), n the largest power of two that divides `dim`: `reference.rotated`."""
-    return float((dim & -dim) ** -0.5)
-
-
 def rows_of(rows: Tensor, coded: Any) -> Any:
     """rows [B, Hkv, N, D], fp32 or bf16 and contiguous, and where they are codes."""
     place = (None, rows.data_ptr()) if rows.dtype == torch.bfloat16 else (rows.data_ptr(), None)
-    return C.Rows(coded, *place, *rows.shape, torch.get_num_threads(), root(rows.shape[-1]))
+    return C.Rows(coded, *place, *rows.shape, torch.get_num_threads())
 
 
 def in_four(part: Tensor, place: int) -> Tensor:
@@ -99,7 +87,10 @@ def decode_rows(form: RowFormat, codes: Tensor, scales: Tensor | None, dtype: to
     made = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     rows = torch.empty(*codes.shape[:-1], form.dim(codes.shape[-1]), dtype=made, device=codes.device)
     parts = in_four(codes, place), in_four(scales, place)  # copies stay until the call is over
-    cpu.call("slots", f"decode_{form.name}", rows_of(in_four(rows, place), coded_at(*parts)))
+    coded = coded_at(*parts)
+    if coded is None:
+        return form.decode(codes, scales).to(dtype)
+    cpu.call("slots", f"decode_{form.name}", rows_of(in_four(rows, place), coded))
     return rows.to(dtype)
 
 
@@ -115,12 +106,12 @@ class Standing:
     def __init__(self, tensors: tuple[Tensor | None, ...], state: LayerState, known: Evicted | None, dim: int) -> None:
         self.tensors, self.attention, self.takes, slots = tensors, None, False, state.exact
         self.place = slots.keys.data_ptr()
-        if not (attends(slots, dim) and mixes(known)):
+        if slots.values is None or not (attends(slots, dim) and mixes(known)):
             return
-        self.attention = given = C.Attention(
-            coded_at(slots.keys, slots.key_scales),
-            coded_at(slots.values, slots.value_scales),  # type: ignore[arg-type]
-        )
+        pairs = coded_at(slots.keys, slots.key_scales), coded_at(slots.values, slots.value_scales)
+        if None in pairs:
+            return
+        self.attention = given = C.Attention(*pairs)
         lengths, starts, received, positions = slots.lengths, slots.starts, slots.attention, slots.positions
         given.lengths, given.length_stride = lengths.data_ptr(), lengths.stride(0)
         if starts is not None:
@@ -131,7 +122,7 @@ class Standing:
         if positions is not None and plain and slots.bias is None and state.seen.dtype == torch.int64:
             *strides, _ = positions.stride()
             given.token = C.Token(None, None, positions.data_ptr(), state.seen.data_ptr(), (c_int64 * 2)(*strides))
-            given.token.seen_stride, given.token.root = state.seen.stride(0), root(dim)
+            given.token.seen_stride = state.seen.stride(0)
             given.token.room, self.takes = slots.keys.shape[-2], True
         for name, part in () if known is None else MIXED[type(known)].items():
             tensor = getattr(known, part)
@@ -140,7 +131,7 @@ class Standing:
                 given.evicted.strides[POINTERS.index(name)] = tensor.element_size() * tensor.stride(0)
         if isinstance(known, Centroids):
             given.evicted.number, given.evicted.halves = known.num, known.keys.dtype == torch.bfloat16
-        given.batch, given.heads, given.dim, given.root = *lengths.shape, dim, root(dim)
+        given.batch, given.heads, given.dim = *lengths.shape, dim
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # what is copied or read from a file has other tensors, and finds its own
@@ -246,7 +237,7 @@ def leave(slots: Slots, kept: Tensor, known: Tensor | None) -> bool:
     """
     lengths, starts = slots.lengths, slots.starts
     memory = [] if known is None or slots.memory is None else [slots.memory]
-    found = [moving_at(part, starts is not None) for part in (*memory, *slots.moving().values())]
+    found = [rows_at(part, starts is not None) for part in (*memory, *slots.moving().values())]
     parts = [part for part in found if part is not None]
     if len(parts) < len(found) or not owned_as_expected(slots) or not cpu.available("slots"):
         return False
