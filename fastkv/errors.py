@@ -39,6 +39,8 @@ def is_whole(value: object, least: int) -> bool:
 
 def check_shape(op: str, name: str, tensor: Tensor, expected: Sequence[int | None]) -> None:
     """Raise FastKVError unless `tensor.shape` matches `expected` (None matches any size)."""
+    if not hasattr(tensor, "shape"):
+        raise FastKVError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
     shape = tuple(tensor.shape)
     if len(shape) != len(expected) or any(e is not None and s != e for s, e in zip(shape, expected)):
         want = "[" + ", ".join("any" if e is None else str(e) for e in expected) + "]"

@@ -66,9 +66,8 @@ class FastKVTextGenerationPipeline(Pipeline):
         self, question: str | None = None, questions: Any = None, max_new_tokens: int | None = None, **options: Any
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         asked = [question] if question is not None else questions
-        if asked is not None and not isinstance(asked, str):
-            asked = list(asked)
-        if asked is not None and (not asked or isinstance(asked, str) or not all(isinstance(q, str) for q in asked)):
+        listed = isinstance(asked, (list, tuple)) and asked and all(isinstance(q, str) for q in asked)
+        if asked is not None and not listed:
             raise FastKVError(
                 f"questions must be a list of at least one text, got {asked!r}; one goes into question=..."
             )

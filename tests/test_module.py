@@ -408,6 +408,8 @@ def test_refused_when_called():
         r"v must have shape \[2, 2, 30, 16\]": (q, k, v[..., :8]),
         r"mask must have shape \[2, 30\]": (q, k, v, torch.ones(2, 31)),
         "mask must be bool, false for padding, got torch.float32": (q, k, v, torch.zeros(2, 30)),
+        "mask must be a tensor, got list": (q, k, v, [[True] * 30] * 2),
+        "mask must be on cpu as q is, got meta": (q, k, v, torch.ones(2, 30, dtype=torch.bool, device="meta")),
         r"holds 2 sequences, got 1": (q[:1], k[:1], v[:1]),
         r"buffers of torch.float32 on cpu, got tokens of torch.float64": (q.double(), k.double(), v.double()),
         "needs at least one new token": (q[:, :, :0], k[:, :, :0], v[:, :, :0]),

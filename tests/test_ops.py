@@ -404,6 +404,7 @@ def test_operators_refuse_arguments_that_they_do_not_have():
             ops.manifold_scores(*given, **options)
         with pytest.raises(TypeError):
             ops.manifold_scores(*(one.to("meta") if one is keys else one for one in given), **options)
+    raises("as many keys at least, got 3", ops.window_scores, keys, keys[:, :, :3], 0.3)
     raises("backend must be one of", ops.keydiff_scores, keys, "median", backend="nonsense")
 
 

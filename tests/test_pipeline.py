@@ -114,7 +114,7 @@ def test_a_chat_template_holds_context_and_question(parts):
      ({"inputs": "a", "question": "b"}, "got a prompt and question"),
      ({"inputs": "a", "context": "a", "question": "b"}, "got a prompt and a context and question"),
      ({"context": "a", "questions": []}, "at least one"), ({"context": "a", "questions": "b"}, "at least one"),
-     ({"context": "a", "questions": ["b", None]}, "at least one text"),
+     ({"context": "a", "questions": ["b", None]}, "at least one text"), ({"context": "a", "questions": 5}, "at least"),
      ({"context": "a", "question": ["b"]}, "at least one text"),
      ({"inputs": "a", "max_new_tokens": "a"}, "max_new_tokens must be an integer of at least 1, got 'a'"),
      ({"inputs": "a", "temperature": 0.5}, "the arguments of fastkv.patch, got 'temperature'"),

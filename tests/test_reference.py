@@ -120,6 +120,7 @@ def test_random_depends_on_seed_layer_head_and_position_only():
     scores = random_scores(positions, seed=1, stream=2)
     assert torch.equal(random_scores(positions, seed=1 + 2**44, stream=2), scores)  # of milliseconds since 1970, say
     assert torch.equal(scores[0], scores[1])
+    assert torch.equal(scores[:, 1:], random_scores(positions[:, 1:], seed=1, stream=2, first=1)), "of another process"
     assert torch.equal(scores[:1, :, 100:200], random_scores(positions[:1, :, 100:200], seed=1, stream=2))
     others = [random_scores(positions, seed=2, stream=2), random_scores(positions, seed=1, stream=3)]
     for other in [*others, scores.roll(1, dims=1)]:

@@ -372,6 +372,10 @@ observed_attention = opaque(_observed)(by_keyword(reference.observed_attention))
 def window_scores(q: Tensor, keys: Tensor, scale: float, pool: int = 7, *, backend: str = "auto") -> Tensor:
     """`reference.window_scores`: `observed_attention` of all queries to all keys."""
     reference.check_pool(pool)
+    if q.shape[2] > keys.shape[2]:
+        raise FastKVError(
+            f"window_scores: {q.shape[2]} queries need as many keys at least, got {keys.shape[2]}; pass the window's"
+        )
     places = torch.zeros(keys.shape[:3], dtype=torch.int32, device=keys.device)
     scores, _ = observed_attention(q, keys, places, torch.ones_like(places, dtype=torch.bool), scale, backend=backend)
     return reference.pool_scores(scores, pool)

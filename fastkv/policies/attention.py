@@ -114,8 +114,6 @@ class H2O(Policy):
 
     name = "h2o"
     needs = frozenset({"attention", "memory"})
-    observation = None  # every query of the block
-
     recent: float = 0.5
 
     def __post_init__(self) -> None:

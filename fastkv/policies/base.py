@@ -185,7 +185,7 @@ class Policy:
     @property
     def observation(self) -> int | None:
         """Number of last queries of a prompt block over which `Signals.attention` averages; None for all."""
-        return 0
+        return None
 
     @property
     def moments(self) -> MomentUse:

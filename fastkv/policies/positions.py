@@ -36,7 +36,8 @@ class Random(Policy):
 
     def score(self, signals: Signals) -> Tensor:
         """Hash of seed, layer, head and position."""
-        return ops.random_scores(signals.positions, self.seed, signals.layer.index)
+        layer, positions = signals.layer, signals.positions
+        return ops.random_scores(positions, self.seed, layer.index, layer.parallel.rank * positions.shape[1])
 
 
 @dataclass(frozen=True)

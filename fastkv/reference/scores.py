@@ -232,16 +232,17 @@ def chunk_mean(scores: Tensor, chunk: int, positions: Tensor, valid: Tensor) -> 
     return (total / count.clamp(min=1)).gather(-1, segment).gather(-1, inverse)
 
 
-def random_scores(positions: Tensor, seed: int = 0, stream: int = 0) -> Tensor:
+def random_scores(positions: Tensor, seed: int = 0, stream: int = 0, first: int = 0) -> Tensor:
     """A uniform number in [0, 1) per (head, position), the same whenever and in whatever batch it is asked for.
 
     A counter-based hash (two rounds of multiply and xor-shift, in int64) instead of a generator: eviction in blocks, in
     decode and in one shot then agree, and a row does not depend on its neighbours.
 
-    Args: positions [B, Hkv, N] int; seed; stream: a further counter, such as the layer index.
+    Args: positions [B, Hkv, N] int; seed; stream: a further counter, such as the layer index; first: number of the
+        first head, where other processes have those before it.
     Returns: [B, Hkv, N] fp32, 24 random bits each.
     """
-    head = torch.arange(positions.shape[1], device=positions.device, dtype=torch.int64)[:, None]
+    head = first + torch.arange(positions.shape[1], device=positions.device, dtype=torch.int64)[:, None]
     state = (
         positions.to(torch.int64) * 0x9E3779B1 + head * 0x85EBCA77 + (seed * 0xC2B2AE3D + stream * 0x27D4EB2F) % 2**32
     )
