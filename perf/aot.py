@@ -1,7 +1,7 @@
 """Compile every kernel and variant ahead of time and check what it costs; needs no GPU.
 
     python -m perf.aot --arch 90            one line per variant: registers, spills, shared memory, CTAs per SM, loads
-    python -m perf.aot --arch all --kernel decode_attention
+    python -m perf.aot --arch all --match decode_attention
     python -m perf.aot --sample             one variant of every kernel function
     python -m perf.aot --arch all --table perf/results/aot_triton-3.7.1.txt
                                             bring a table up to date: compile what has changed since it was written
@@ -249,8 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("perf.aot", __doc__)
     chips = {"default": "90", "choices": [*CHIPS, "all"]}
     parser.add_argument("--arch", **chips, help="compute capability or AMD chip (default 90)")
-    parser.add_argument("--kernel", help="only this module of fastkv.kernels")
-    parser.add_argument("--match", nargs="+", default=[""], help="only variants whose name contains one of these")
+    parser.add_argument("--match", nargs="+", default=[""], help="only variants whose kernel or name has one of these")
     parser.add_argument("--sample", action="store_true", help="only one variant of every kernel function")
     parser.add_argument("--table", type=Path, help="file of lines: compile only what has changed, write it anew")
     options = parser.parse_args(arguments)
@@ -259,11 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("triton", triton.__version__)
     table = Table(options.table) if options.table else None
     found = [variant for chip in (CHIPS if options.arch == "all" else [options.arch]) for variant in recorded(chip)]
-    modules = sorted({one.of.partition(".")[0] for one in found})
-    if options.kernel not in (None, *modules):
-        raise SystemExit(f"no kernel module named {options.kernel!r}; there are {', '.join(modules)}")
-    chosen = [one for one in found if options.kernel in (None, one.of.partition(".")[0])]
-    chosen = [one for one in chosen if any(part in one.name for part in options.match)]
+    chosen = [one for one in found if any(part in f"{one.of} {one.name}" for part in options.match)]
     if options.sample:  # the first of each kernel function, of each chip
         chosen = list({(one.chip, one.kernel): one for one in reversed(chosen)}.values())[::-1]
     lines, compiled = [], 0

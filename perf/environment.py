@@ -4,7 +4,7 @@ import platform
 import re
 import shutil
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 import torch
@@ -30,11 +30,8 @@ def environment(commit: str | None = None, dry_run: bool = False) -> dict[str, s
         "python": platform.python_version(),
         "commit": commit or (_run("git", "rev-parse", "--short", "HEAD") or "unknown") + changed,
     }
-    for package in PACKAGES:
-        try:
-            facts[package] = version(package)
-        except PackageNotFoundError:
-            facts[package] = "not installed"
+    installed = {one.name: one.version for one in distributions() if one.name in PACKAGES}
+    facts |= {package: installed.get(package, "not installed") for package in PACKAGES}
     if torch.cuda.is_available():
         facts["cuda"] = torch.version.cuda or "none"
         facts["driver"] = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"

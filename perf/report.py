@@ -60,9 +60,8 @@ def of_gpu(files: dict[str, Row]) -> list[list[Row]]:
     return [files.get(f"gpu_{name}", {"rows": []})["rows"] for name in ("checks", "timings", "model")]
 
 
-def on_gpu(folder: Path) -> str:
-    """What stands between the markers of docs/performance.md, markers included, from the files of a folder."""
-    files = read(folder)
+def on_gpu(files: dict[str, Row]) -> str:
+    """What stands between the markers of docs/performance.md, markers included."""
     _, rows, whole = of_gpu(files)
     facts: Row = {"rows": rows, "drawn": DRAWN, "steps": whole}
     if rows:
@@ -96,7 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
         files = read(options.results)
         write_section(ROOT / speed.PAGE, speed.BEGIN, speed.END, speed.section(files))
         write_section(ROOT / "README.md", speed.FRONT_BEGIN, speed.FRONT_END, speed.front(files))
-        write_section(ROOT / speed.PAGE, BEGIN, END, on_gpu(options.results))
+        write_section(ROOT / speed.PAGE, BEGIN, END, on_gpu(files))
 
 
 if __name__ == "__main__":

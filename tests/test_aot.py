@@ -152,13 +152,6 @@ def test_every_head_size_of_a_prompt_block_is_checked_for_repeated_products(tmp_
             assert widths - {"16", "32"} == common | (wide if "bf16" in kind else set()), (chip, kind)
 
 
-def test_an_unknown_kernel_is_an_error(monkeypatch):
-    monkeypatch.setattr(aot, "INTERPRET", False)
-    monkeypatch.setattr(aot, "recorded", lambda chip: [])
-    with pytest.raises(SystemExit, match="no kernel module named 'nothing'"):
-        aot.main(["--kernel", "nothing"])
-
-
 def test_names_places_and_the_order_of_constants_do_not_change_a_digest():
     lines = ["%a = arith.constant 1 : i32 loc(#loc1)", "%b = arith.constant 2 : i32", "%x = arith.subi %a, %b : i32"]
     text = "\n".join(lines)

@@ -504,10 +504,6 @@ def test_numbers_of_attention_are_finite_and_positive():
         raises("must be a finite number above 0", FastKVAttention, HQ, HKV, D, **option)
 
 
-def test_a_pattern_of_one_layer_is_that_of_any(tmp_path):
-    fresh(one_layer("duoattention", tmp_path), layer=5)(*tokens(30))
-
-
 def test_half_a_state_is_refused():
     module = fresh()
     module(*tokens(30))

@@ -56,9 +56,9 @@ def measured(model: Any, cache: common.Cache, ids: torch.Tensor, graphs: bool, w
         return timed(mine, ids, SAMPLES, EVICT_EVERY)
 
 
-def run(options: argparse.Namespace, console: Console | None = None) -> list[dict[str, Any]]:
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure, print the table, and write bench.json into `options.out`. Returns: its rows, see `COLUMNS`."""
-    began, console = time.monotonic(), console or common.console_of(112)
+    began, console = time.monotonic(), common.console_of(112)
     if options.graphs and not torch.cuda.is_available():
         raise FastKVError("--graphs needs a CUDA device, got none; leave it out")
     caches = common.caches_of(options, static=True if options.graphs else None)

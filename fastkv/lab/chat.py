@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers import TextStreamer
 
 from ..api import ends_of, patch
@@ -117,11 +116,11 @@ def turn(tokenizer: Any, said: str, first: bool, ended: Collection[str] = ()) ->
     return f"{closing}{whole[len(before) :]}"
 
 
-def run(options: argparse.Namespace, console: Console | None = None) -> None:
+def run(options: argparse.Namespace) -> None:
     """Talk until the input ends."""
     if get(options.policy).second_reading is not None:
         raise FastKVError(f"policy {options.policy!r} reads all of a text twice, a conversation only grows; use fastkv")
-    console = console or common.console_of()
+    console = common.console_of()
     model, tokenizer = common.load(options.model)
     budget = common.to_budget(options.budget)
     if budget.follows_prompt:

@@ -97,9 +97,6 @@ def read_stock(model: Any, ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         yield index, *pairs
 
 
-# Texts.
-
-
 # Caches.
 
 

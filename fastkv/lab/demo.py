@@ -164,9 +164,9 @@ def task_of(tokenizer: Any, options: argparse.Namespace) -> Task:
     return Task(name, torch.tensor([head + text[:room]]), len(head), torch.tensor([rest]), questions, asked)
 
 
-def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
+def run(options: argparse.Namespace) -> list[Row]:
     """Read, ask every cache, show the answers as they are written, and draw the picture."""
-    started, console = time.perf_counter(), console or common.console_of()
+    started, console = time.perf_counter(), common.console_of()
     check(options)
     keep_freed_memory()
     budgets = options.budgets
@@ -227,7 +227,6 @@ def compared(model: Any, tokenizer: Any, task: Task, budgets: tuple[str, ...], c
     answer(model, tokenizer, DynamicCache(), alone, without)
     console.print(f"Without the document the model answers {sum(without.right)} of {len(task.questions)}.\n")
     start = time.perf_counter()
-    reading = None
     with console.status("reading"):
         try:
             reading = Reading.of(model, task.ids.to(model.device))

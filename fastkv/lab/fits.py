@@ -369,7 +369,6 @@ def run_queries(options: argparse.Namespace) -> None:
 # Quality: how much of a context a wanted quality of answers needs, for one model and some policies.
 
 STEEPEST, FINEST = 50.0, 1e-7  # a curve beyond the first is a step; how exactly its steepness is fitted
-SINKS, RECENT = 4, 16
 FLOOR = 0.05  # nats per token below which an answer counts as certain
 
 QUESTIONS = 4  # at most, for each text; they share its compressed context
@@ -430,7 +429,7 @@ def make_triples(
     samples: int = 12,
     seed: int = 0,
     write: Callable[[PreTrainedTokenizerBase, int, int], Sample] = english_text,
-    progress: Callable[[], None] | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> list[Triple]:
     """Measure a policy on generated texts: the data that `fit_curve` wants.
 
@@ -452,8 +451,7 @@ def make_triples(
         for index in range(samples):
             # The texts of negative seeds are nobody else's: whoever measures counts up.
             triples += _measure(model, tokenizer, policy, keeps, write(tokenizer, length, -1 - seed - index))
-            if progress is not None:
-                progress()
+            progress()
     return triples
 
 
@@ -470,9 +468,9 @@ def _measure(
     nll = float(context_nll(read.last_hidden_state, ids, model.get_output_embeddings(), softcap))
     full = _answer_nll(model, read[CACHE], asked)
     triples, length = [], ids.shape[1]
-    kept = {max(math.ceil(round(keep * length, 6)), SINKS + RECENT): keep for keep in keeps}
+    kept = {max(math.ceil(round(keep * length, 6)), sum(common.SHARES.values())): keep for keep in keeps}
     for tokens, keep in sorted(kept.items()):
-        with patched(model, policy, Budget(keep=keep, sinks=SINKS, recent=RECENT)):
+        with patched(model, policy, Budget(keep=keep, **common.SHARES)):
             compressed = _answer_nll(model, reading.read(model, ids), asked)
         triples.append(Triple(min(tokens / length, 1.0), nll, min(max(full, FLOOR) / max(compressed, FLOOR), 1.0)))
     return triples

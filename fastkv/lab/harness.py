@@ -28,7 +28,6 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import simple_parse_args_string
-from rich.console import Console
 from rich.table import Table
 from torch.nn import Module
 from tqdm import tqdm
@@ -312,7 +311,7 @@ def scores_of(results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return {task: scores for task, scores in found.items() if task not in parts}
 
 
-def run(options: argparse.Namespace, console: Console | None = None) -> list[dict[str, Any]]:
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Evaluate every cache that has no file yet, print the table, and write results.json.
 
     Returns: of each cache its policy and budget as on the command line, nbytes, the largest of one sequence, seconds of
@@ -324,7 +323,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[dic
     metadata = {"pretrained": where, "seed": options.seed, "tokenizer": options.model, **metadata_of(options.metadata)}
     manager = load_tasks(options.tasks, options.include_path, metadata)
     lm = load_model(where, gguf, options)
-    console = console or common.console_of(quiet=lm.rank != 0)
+    console = common.console_of(quiet=lm.rank != 0)
     lengths = metadata.get("max_seq_lengths", 0)
     longest = max(lengths) if isinstance(lengths, (list, tuple)) else lengths
     common.check_length("max_seq_lengths", longest, lm.patched, options.model)  # longer ones would be cut

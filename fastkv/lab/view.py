@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from ..calibration import check_writable, replace_file
@@ -63,9 +62,9 @@ class Text:
     first: int
 
 
-def run(options: argparse.Namespace, console: Console | None = None) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     """Write the page. Returns: what it holds."""
-    console = console or common.console_of()
+    console = common.console_of()
     common.caches_of(options)
     common.make_folder(options.out.parent)
     check_writable(options.out)

@@ -7,7 +7,6 @@ python -m perf.leaderboard --tables "" --times   # reading and steps, on a quiet
 python -m perf.leaderboard --tables "" --kvpress-python PATH   # kvpress on the same texts, in an environment of its own
 """
 
-import argparse
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ import yaml
 from fastkv import policies
 from fastkv.lab import facts
 from fastkv.lab.pretrained import load, place
-from perf.engine import ROOT, digest
+from perf.engine import ROOT, digest, parser_of
 from perf.environment import environment
 
 from . import measure, onward, page, samples, times
@@ -143,8 +142,7 @@ def beside_kvpress(model: Any, tokenizer: Any, where: str, python: str, told: di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m perf.leaderboard", description=__doc__.split("\n")[0])
-    parser.epilog = "example: python -m perf.leaderboard --tables later_2048 --quick"
+    parser = parser_of("perf.leaderboard", __doc__)
     option, shares = parser.add_argument, ",".join(map(str, KEEPS))
     option("--tables", metavar="NAME,...", help="which; by default all, or none beside --times and --kvpress-python")
     option("--quick", action="store_true", help=f"{QUICK} texts in the first table")

@@ -4,7 +4,6 @@ Each policy compresses the same texts, at equal tokens, with uniform and with ca
 questions, so it is asked to end the facts' sentences. What is measured stays: killed, it goes on where it was.
 """
 
-import argparse
 from dataclasses import replace
 from itertools import groupby, product
 from operator import itemgetter
@@ -17,7 +16,7 @@ from fastkv import Budget, patched, unpatch
 from fastkv.lab import facts
 from fastkv.lab.pretrained import load
 from fastkv.lab.reading import forced, read
-from perf.engine import ROOT
+from perf.engine import ROOT, parser_of
 from perf.environment import environment
 
 from .cells import add, missing
@@ -61,8 +60,7 @@ def run(name: str, texts: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m perf.leaderboard.another", description=__doc__.split("\n")[0])
-    parser.epilog = "example: python -m perf.leaderboard.another gemma-3-270m-q4_k_m.gguf"
+    parser = parser_of("perf.leaderboard.another", __doc__)
     parser.add_argument("model", help="a directory or a GGUF file")
     parser.add_argument("--texts", type=int, default=6, metavar="N", help="how many (default: 6)")
     options = parser.parse_args()

@@ -14,6 +14,7 @@ from fastkv.cache.layout import cost
 from fastkv.lab import facts
 from fastkv.lab.reading import Reading
 from fastkv.lab.reading import forced as log_probabilities
+from fastkv.lab.reading import read as cache_of
 
 NEW = 24  # tokens of an answer at most
 TOLD = ("commit", "torch", "transformers", "cpu")  # of the environment, in every row
@@ -103,9 +104,7 @@ def caches(model: Any, text: Text, policy: Any, budget: Budget, settings: dict[s
     if settings.get("prefill_block") is None:
         return text.reading.compressed(policy, budget, **settings)
     patch(model, policy, budget, **settings)
-    cache = FastKVCache(model)
-    model(text.reading.ids, past_key_values=cache, logits_to_keep=1)
-    return cache
+    return cache_of(model, text.reading.ids)
 
 
 @torch.no_grad()

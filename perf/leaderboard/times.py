@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkv import Budget, FastKVCache, patched, policies, unpatch
+from fastkv import Budget, patched, policies, unpatch
 from fastkv.integrations.transformers.stock import CACHE
-from fastkv.lab import facts
+from fastkv.lab import facts, reading
 from perf.engine import ROOT
 
 from .measure import tokens_of
@@ -34,8 +34,7 @@ def head_steps(model: Any, tokenizer: Any) -> Iterator[dict[str, Any]]:
         caches = {}
         for heads in HEADS:
             with patched(model, "keydiff", Budget(tokens=tokens, heads=heads)):
-                model(ids, **{CACHE: (cache := FastKVCache(model))}, logits_to_keep=1)
-                caches[heads] = cache
+                caches[heads] = reading.read(model, ids)
         for batch in BATCHES:
             best = dict.fromkeys(HEADS, float("inf"))
             for _ in range(ROUNDS):
@@ -69,11 +68,8 @@ class Ours:
                     yield name, stepped(self.model, self.ids[:, :1], self.caches[name])
                     continue
                 begun = time.perf_counter()
-                cache = None if name == FULL else FastKVCache(self.model)
-                out = self.model(self.ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
-                read = time.perf_counter() - begun
-                self.caches[name] = out[CACHE]
-                yield name, read
+                self.caches[name] = reading.read(self.model, self.ids)
+                yield name, time.perf_counter() - begun
 
     def _patched(self, name: str) -> AbstractContextManager[Any]:
         if name == FULL:

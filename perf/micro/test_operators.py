@@ -131,15 +131,10 @@ def test_scores(timed: Any, op: str, block: Any, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1024, 4096])
-def test_select(timed: Any, tokens: int, candidates: Any) -> None:
+def test_select(compared: Any, tokens: int, candidates: Any) -> None:
     positions, valid, guard = candidates(tokens + BLOCK)
 
     def make() -> tuple:
         return (torch.rand(positions.shape, device=positions.device),)
 
-    def run(scores: torch.Tensor, module: Any = ops) -> torch.Tensor:
-        return module.select(scores, positions, valid, guard, tokens).kept
-
-    cell = make()
-    assert torch.equal(run(*cell), run(*cell, module=reference))
-    timed(make, run)
+    compared(make, lambda module, scores: module.select(scores, positions, valid, guard, tokens).kept.float())

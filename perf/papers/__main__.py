@@ -3,7 +3,6 @@
 python -m perf.papers [--quick] [--only NAME,...] [--again]
 """
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.progress import track
 
 from fastkv.calibration import replace_file
 from fastkv.lab import pretrained
-from perf.engine import ROOT
+from perf.engine import ROOT, parser_of
 from perf.environment import environment
 
 from . import geometry, moments, page, tasks
@@ -39,7 +38,7 @@ def measure(row: Row, bench: Bench, file: Path, settings: dict[str, Any]) -> Non
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m perf.papers", description=__doc__.splitlines()[0])
+    parser = parser_of("perf.papers", __doc__)
     parser.add_argument("--quick", action="store_true", help="smallest sizes, into build/papers: to try the command")
     parser.add_argument("--only", default="", help="rows to measure, separated by commas (default: all)")
     parser.add_argument("--again", action="store_true", help="measure rows that have a result, too")

@@ -140,7 +140,7 @@ def measure_keydiff_cosines(bench: Bench) -> dict[str, Any]:
     """Cosine of keys and of queries with their mean, both means, and KeyDiff's first choice (Figs. 13, 14, 16)."""
     length = bench.size(2048, 160)
     reading = Text(bench, bench.stretch(length, 0))
-    found: dict[str, list[Any]] = {"keys": [], "queries": [], "means": [], "chosen": [], "key_norms": []}
+    found: dict[str, list[Any]] = {"keys": [], "queries": [], "means": [], "chosen": []}
     for q, k, *_ in reading.layers:
         groups = q.shape[1] // k.shape[1]
         found["keys"].append((-reference.keydiff_scores(k)).mean(-1)[0].tolist())
@@ -150,8 +150,6 @@ def measure_keydiff_cosines(bench: Bench) -> dict[str, Any]:
         best = reference.keydiff_scores(k).argmax(-1)[0]
         chosen = k[0, torch.arange(k.shape[1]), best].repeat_interleave(groups, 0)
         found["chosen"].append(torch.cosine_similarity(asked, chosen, dim=-1).tolist())
-        norms = k.norm(dim=-1)[0]
-        found["key_norms"].append((norms.std(-1) / norms.mean(-1)).tolist())
     return {"tokens": length, **found}
 
 
