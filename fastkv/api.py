@@ -68,8 +68,8 @@ def patch(
             now if the model was not calibrated yet.
         prefill_block: None reads the whole prompt with the stock attention and compresses each layer right after its
             own attention. A number reads the prompt in blocks of that many tokens, which bounds memory. "auto": blocks
-            that take as long to compute as to launch, 4,096 on a GPU and 512 on a CPU; None where frequencies of the
-            rotary embedding depend on the length.
+            of 4,096 on a GPU, by estimate, and 512 on a CPU; None where frequencies of the rotary embedding depend on
+            the length.
         evict_every: decode steps between evictions; the cache holds up to `budget + evict_every` tokens per head.
         correction: what evicted tokens add to attention. "moments": their first-order estimate; "mean": its
             zeroth-order part; "centroids": a few weighted pairs; "none": nothing. "matching": values and biases of the
@@ -78,7 +78,7 @@ def patch(
             "vector+mean" and "vector+moments" do both. "centroids:64", "vector:0.25": with that share, see
             `corrections.CentroidCorrection` and `VectorCorrection`. "auto": the policy's own.
         backend: "triton": Triton kernels; "cpu": C++ and torch's fused attention; "reference": plain torch. "auto":
-            "triton" on an accelerator, "cpu" on a CPU.
+            "triton" on a GPU of NVIDIA or AMD, "cpu" on a CPU, else "reference".
         static: whether decode steps change tensors at fixed addresses only, so that they can be compiled and captured
             as CUDA graphs; on CUDA `model.generate` then captures them. None: on a single CUDA device.
         slots: how keys and values are stored. "model": in the model's dtype; "int8", "fp8": 8 bits a number, about

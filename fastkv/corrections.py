@@ -111,8 +111,9 @@ MOMENTS = Correction("moments", order=1)
 
 @dataclass(frozen=True)
 class CentroidCorrection(Correction):
-    """Mixes in what a few weighted pairs say (`reference.centroid_estimate`), in a sixteenth of the bytes of those that
-    stay. How many the evicted need depends on what was evicted, not on how finely the others are stored.
+    """Mixes in what a few weighted pairs say (`reference.centroid_estimate`), in a sixteenth of the bytes that those
+    which stay would take in 16 bits. How many the evicted need depends on what was evicted, not on how finely the
+    others are stored.
 
     Attributes: share: centroids take one byte where pairs take so many (`Shape.pair`).
     """

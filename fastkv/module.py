@@ -41,9 +41,9 @@ class FastKVAttention(Module):
     Args:
         num_heads: query heads, a multiple of num_kv_heads.  num_kv_heads: KV heads.  head_dim: size of every head.
         policy, budget, prefill_block, evict_every, correction, backend, slots: as in `fastkv.patch`, but without
-            `rotary` the default policy is momentkv. Heads are uniform unless the budget has `HeadShares` of the whole
-            model. `Budget(bytes=...)` is per sequence, for all `num_layers`; `Budget(keep=...)` is the share of the
-            first prompt.
+            `rotary` the default policy is momentkv, and prefill_block is a number or None. Heads are uniform unless the
+            budget has `HeadShares` of the whole model. `Budget(bytes=...)` is per sequence, for all `num_layers`;
+            `Budget(keep=...)` is the share of the first prompt.
         scale: logit multiplier, head_dim ** -0.5 if None.  softcap: logits become softcap * tanh(logits / softcap).
         layer: index among the model's layers.  num_layers: layers that share the budget; 1: it is this layer's alone.
         rotary: the layer's rotary embedding, for policies and corrections that need keys before it.

@@ -27,7 +27,7 @@ class FastKV(Policy):
     attention is computed: statistics of the queries and the keys are all they need. A prompt is read once, whole or in
     blocks; each block's queries judge all tokens anew. Between generated tokens, whose queries nobody keeps, E is what
     it was after the prompt, and of generated tokens the mean of the others. Of the evicted tokens a head keeps
-    centroids, in a sixteenth of the bytes of its pairs.
+    centroids, in a sixteenth of the bytes that its pairs would take in 16 bits.
 
     Args:
         horizon: positions to come, over which E averages the rotation.

@@ -324,7 +324,7 @@ class FastKVCache(Cache):
     def load(cls, path: str | os.PathLike[str], model: Module) -> FastKVCache:
         """Load a cache that `save` wrote, on the devices of the model; it continues bit for bit.
 
-        Args: model: patched with the policy, budget, correction and evict_every that the cache was saved with.
+        Args: model: patched with the policy, budget, correction, slots and evict_every that the cache was saved with.
         Raises: FastKVError if it is not, if shapes or dtype differ, or if the file is damaged or of another kind.
         """
         cache = cls(model)
