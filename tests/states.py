@@ -153,14 +153,28 @@ def assert_same(state, expected, but=()):
 
 @contextmanager
 def uninitialised_is_nan():
-    """What `torch.empty` and its like make is NaN, or the largest integer: an element that nobody writes shows."""
+    """What `torch.empty` and its like make is NaN of both signs, or the largest integer: an element that nobody writes
+    shows, and so do its bits."""
+
+    def signed(make):
+        def made(*size, **how):
+            room = make(*size, **how)
+            if room.is_floating_point() and room.dim():
+                room[..., ::2].abs_().neg_()
+            return room
+
+        return made
+
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
-        assert torch.empty(1).isnan().all()
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+                patch.setattr(owner, name, signed(getattr(owner, name)))
+            assert torch.empty(2).isnan().all() and torch.empty(2).signbit().any()
+            yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.utils.deterministic.fill_uninitialized_memory = filled

@@ -78,6 +78,18 @@ def test_an_eviction(dim, dtype):
     check(parts_of(1, 1, 31, dim, 40), candidates(1, 1, 50, dim, (16,), dtype), 16)
 
 
+def test_a_head_that_is_done_reads_no_scratch(monkeypatch):
+    """While others still join, whatever numbers of somebody else's lie there; negative ones sort before all costs."""
+    parts, tokens = parts_of(1, 2, 63, 16, 0), candidates(1, 2, 130, 16, (100, 30))
+    want = joined("reference", parts, tokens, 100)
+    made = torch.empty
+    monkeypatch.setattr(module.torch, "empty", lambda *size, **how: made(*size, **how).fill_(-7))
+    state = make_state(tokens[0][:, :, :0], tokens[1][:, :, :0], torch.zeros(1, 2, dtype=torch.int32), parts=parts)
+    ops.remember(*tokens, 100, state, make_spec(correction="centroids", backend="triton"))
+    assert torch.equal(parts.count, want.count) and parts.count.sum() == 130
+    torch.testing.assert_close(parts.keys, want.keys, atol=2e-6, rtol=3e-6)
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(
     shape=st.sampled_from([(1, 1), (1, 2), (2, 1)]), num=st.sampled_from([1, 4, 7, 15, 31, 40]),

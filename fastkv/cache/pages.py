@@ -187,9 +187,11 @@ class PagedBlocks:
     def _of(self, some: slice) -> PagedBlocks:
         lengths, first = self.lengths[some], sum(self.lengths[: some.start])
         inside, longest = slice(first, first + sum(lengths)), max(lengths)
-        valid, tokens = (part[some, :longest].contiguous() for part in (self.valid, self.tokens))
-        own, sequence, within = self.own[inside], self.sequence[inside] - some.start, self.within[inside]
-        return PagedBlocks(lengths, self.before[some], self.index[some], valid, tokens, own, sequence, within)
+        # Copies, because kernels are compiled for tensors that begin at 16 bytes.
+        valid, tokens = (part[some, :longest].clone() for part in (self.valid, self.tokens))
+        own, within, index = self.own[inside].clone(), self.within[inside].clone(), self.index[some].clone()
+        sequence = self.sequence[inside] - some.start
+        return PagedBlocks(lengths, self.before[some], index, valid, tokens, own, sequence, within)
 
 
 class PagedLayer:
@@ -217,13 +219,14 @@ class PagedLayer:
         self.pages = pages[:, : paged.form.nbytes]
         exact = self.state.exact
         numbers = self.state.heads * exact.limit * (exact.format.keys.dim(exact.keys.shape[-1]) + exact.value_dim)
-        self.at_once = max(1, min(AT_ONCE, ROOM // (COPIES * numbers * exact.dtype.itemsize)))
+        most = min(AT_ONCE, ROOM // (COPIES * numbers * exact.dtype.itemsize))
+        self.at_once = max(1, most - most % 2)  # so that each part of a list of rows begins at 16 bytes
         empty = paged.form.allocate(1, pages.device)
         self.rule.layout.clear(empty)
         self.starts = {tier: slots.starts.clone() for tier, slots in empty.tiers.items() if slots.starts is not None}
         if self.rule.weight is not None:
-            assert self.rule.rotary is not None
-            table = shared.table(self.rule.rotary, self.state.seen.device, shared.positions)
+            rotary = self.rule.config.rotations[self.rule.plan.layer]  # which layers that turn alike share
+            table = shared.table(rotary, self.state.seen.device, shared.positions)
             self.state.recovery = Recovery(self.rule.weight, *table)
 
     def clear(self, rows: Tensor) -> None:
@@ -340,7 +343,8 @@ def warm_up(opened: Callable[[Tensor], PagedLayer], paged: PagedRule, traffic: T
     # Tokens of blocks of each kind.
     largest = min(traffic.block or traffic.longest, traffic.longest)
     powers = [1 << i for i in range(FEW.bit_length() - 1, largest.bit_length())]
-    every = {*range(1, FEW + 1), largest, *powers}
+    few = [layout.least + number for number in (1, 17, 33)]  # of a prompt that is hardly longer than its budget
+    every = {*range(1, FEW + 1), largest, *powers, *few}
     lengths = sorted(length for length in every if length <= largest)
     # How many full blocks come before the last one of a prompt: none, one, and where slots are nearly full or full.
     before, filling = (traffic.longest - 1) // largest, layout.least // largest

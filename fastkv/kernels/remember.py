@@ -230,7 +230,10 @@ def _offer(room, order_ptr, first, used, half, scale_k, scale_v, TILE: tl.conste
 
 @triton.jit
 def _accepted(offers_ptr, movers, joins, LANES: tl.constexpr):
-    """Which movers [LANES] make the `joins` cheapest offers, the oldest of equals: costs sort like their bits."""
+    """Which movers [LANES] make the `joins` cheapest offers, the oldest of equals: costs sort like their bits.
+
+    Of a head that is done, where nothing joins, nobody has written offers.
+    """
     mover = tl.arange(0, LANES)
     cost = tl.load(offers_ptr + mover, mask=mover < movers, other=float("inf")).to(tl.int32, bitcast=True)
     cost = tl.where(mover < movers, cost, LAST)
@@ -240,7 +243,7 @@ def _accepted(offers_ptr, movers, joins, LANES: tl.constexpr):
         last = tl.where(tl.sum((cost < more).to(tl.int32), 0) < joins, more, last)
     cheaper, equal = (cost < last).to(tl.int32), (cost == last).to(tl.int32)
     left = joins - tl.sum(cheaper, 0)
-    return (cheaper != 0) | ((equal != 0) & (tl.cumsum(equal, 0) <= left))
+    return (joins > 0) & ((cheaper != 0) | ((equal != 0) & (tl.cumsum(equal, 0) <= left)))
 
 
 @triton.jit

@@ -86,5 +86,8 @@ def test_steps_are_captured_for_as_many_requests_as_fit(given, kept, monkeypatch
     captures = SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4, 8], max_cudagraph_capture_size=8)
     cache = SimpleNamespace(kv_cache_memory_bytes=given, gpu_memory_utilization=0.9)
     told = SimpleNamespace(compilation_config=captures, cache_config=cache)
+    told_others = []
+    monkeypatch.setattr(backend, "fewest", lambda number: told_others.append(number) or number)
     backend.Compression.bound_captures(SimpleNamespace(vllm_config=told, device=torch.device("cuda")), 10)
+    assert told_others == [] if given else [2]
     assert captures.cudagraph_capture_sizes == kept and captures.max_cudagraph_capture_size == kept[-1]

@@ -279,7 +279,7 @@ class FastKVCache(Cache):
             else:
                 stock.map_batch(layer, change)
         if self.rope_deltas is not None:
-            self.rope_deltas = change(self.rope_deltas)
+            self.rope_deltas = stock.changed(self.rope_deltas, change)
         if self.windows:
             self.windows[0].ring.map_batch(change)
 
@@ -373,6 +373,8 @@ def is_static(model: Module, wanted: bool | None, policy: Policy) -> bool:
     """
     devices = {parameter.device for parameter in model.parameters()}
     why = _why_not_static(model, policy.waits and any(device.type == "cuda" for device in devices))
+    if wanted and len({device for device in devices if device.type == "cuda"}) > 1:
+        why = "cannot be captured with layers on several GPUs; load the model on one,"
     if wanted and why is not None:
         raise FastKVError(f"static=True {why} or leave static out")
     if wanted is not None:

@@ -103,6 +103,7 @@ class DecodeStep:
             if empty:
                 cache.reset()
         self.place = self._place()
+        self.states = [layer.state for layer in cache.compressed]  # whose memory goes to nobody else
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Raises FastKVError if tokens are of another shape, the cache is empty, or its state has moved."""
@@ -190,11 +191,15 @@ class DecodeStep:
                 layer.state.fill()  # a step that evicts says how many slots it leaves in use
         self.cache.workspace.clock.now = self.start
 
-    def _place(self) -> list[tuple[int, int, int]]:
-        """Where slots and offsets of positions are, of how many sequences and slots of a head: what was captured."""
+    def _place(self) -> list[tuple[int, ...]]:
+        """Which states there are, where slots and offsets of positions are, of how many sequences and slots of a head:
+        what was captured.
+        """
         states, deltas = [layer.state for layer in self.cache.compressed], self.cache.rope_deltas
-        place = [(one.exact.keys.data_ptr(), one.exact.limit, len(one.seen)) for one in states if one is not None]
-        return place if deltas is None else [*place, (deltas.data_ptr(), len(deltas), 0)]
+        place: list[tuple[int, ...]] = [
+            (id(one), one.exact.keys.data_ptr(), one.exact.limit, len(one.seen)) for one in states if one is not None
+        ]
+        return place if deltas is None else [*place, (deltas.data_ptr(), len(deltas))]
 
 
 # `generate`.

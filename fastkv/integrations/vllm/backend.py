@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
-from vllm.distributed import get_tp_group
+from vllm.distributed import get_tp_group, get_world_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -87,8 +87,8 @@ class Compression:
         if resolve(self.config.backend, device) != "triton":
             return
         how = impl.num_heads, impl.scale, impl.softcap, impl.sinks is not None
-        for kind in self.classes:
-            rule = self.rules[kind][layer.layer_name]
+        for kind, rules in self.rules.items():
+            rule = rules[layer.layer_name]
             sort = rule.layer.layout, rule.layer.spec, rule.form.nbytes, device, *how
             if sort in self.warm:
                 continue
@@ -173,7 +173,7 @@ class Compression:
         if self.device.type == "cpu" or not sizes or cache.kv_cache_memory_bytes is not None:
             return
         free, total = torch.cuda.mem_get_info(self.device)
-        most = int((free - (1 - cache.gpu_memory_utilization) * total) / 2 / request)
+        most = fewest(int((free - (1 - cache.gpu_memory_utilization) * total) / 2 / request))
         kept = [size for size in sizes if size <= max(most, min(sizes))]
         if len(kept) < len(sizes):
             logger.info(
@@ -183,6 +183,8 @@ class Compression:
 
     def bind(self) -> None:
         """Let every compressed layer tell vLLM its own page. All of the model exist by now."""
+        if all(layer.attn_backend.page is not None for layer in compressed(self.vllm_config).values()):
+            return  # every layer asks, each time its weights are loaded
         # With fewer tokens calibrated heads differ more, so that a layer may need more than with all.
         forms = [{name: rule.form.nbytes for name, rule in rules.items()} for rules in self.rules.values()]
         pages = {name: max(form[name] for form in forms) for name in forms[0]}
@@ -190,15 +192,24 @@ class Compression:
             pages = dict.fromkeys(pages, self.equal(max(pages.values())))
         self.bound_captures(sum(pages.values()))
         for name, layer in compressed(self.vllm_config).items():
-            if layer.attn_backend.page is None:
-                base = layer.attn_backend  # of the same name, by which vLLM groups layers
-                layer.attn_backend = type(base.__name__, (base,), {"page": pages[name], "__module__": base.__module__})
-                for number, kind in enumerate(self.classes):  # as buffers, which vLLM brings back after sleep
-                    fitted = self.rules[kind][name].layer
-                    turning = None if fitted.rotary is None else fitted.rotary.frequencies
-                    for place, tensor in enumerate((turning, fitted.weight, *(fitted.queries or ()))):
-                        if tensor is not None:
-                            layer.register_buffer(f"fastkv_{number}_{place}", tensor, persistent=False)
+            base = layer.attn_backend  # of the same name, by which vLLM groups layers
+            layer.attn_backend = type(base.__name__, (base,), {"page": pages[name], "__module__": base.__module__})
+            for number, kind in enumerate(self.classes):  # as buffers, which vLLM brings back after sleep
+                fitted = self.rules[kind][name].layer
+                turning = None if fitted.rotary is None else fitted.rotary.frequencies
+                for place, tensor in enumerate((turning, fitted.weight, *(fitted.queries or ()))):
+                    if tensor is not None:
+                        layer.register_buffer(f"fastkv_{number}_{place}", tensor, persistent=False)
+
+
+def fewest(number: int) -> int:
+    """The least of what all processes of the engine say: captured steps of all of them must have the same sizes."""
+    group = get_world_group()
+    if group.world_size > 1:
+        told = torch.tensor(number)
+        torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MIN, group.cpu_group)
+        number = int(told)
+    return number
 
 
 def compressed(vllm_config: Any) -> dict[str, Any]:

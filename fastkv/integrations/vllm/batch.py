@@ -188,7 +188,8 @@ class Batcher:
             part = found[kind] = Part(decoding, at, pages.index_select(0, leaving).long(), fresh)
             for start, stop in alike([counts[i] for i in read]):
                 lengths, before = zip(*((counts[i], seen[i] - counts[i]) for i in read[start:stop]))
-                part.prompts.append(PagedBlocks.of(lengths, before, [one[start:stop] for one in prompts]))
+                chosen = [one[start:stop].clone() if start else one[:stop] for one in prompts]  # begins at 16 bytes
+                part.prompts.append(PagedBlocks.of(lengths, before, chosen))
         return found
 
     def _check(self, reading: Collection[int], counts: Sequence[int], seen: Sequence[int]) -> None:
