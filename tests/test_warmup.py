@@ -26,7 +26,7 @@ CASES = {  # policy, correction, slots, block, heads
     "leverage": ("leverage", "moments", "auto", 256, "uniform"),
     "centroids": ("snapkv", "centroids", "auto", 256, "uniform"),
     "moments, codes": ("momentkv", "auto", "int8", 256, "uniform"),
-    "whole prompts": ("keydiff", "none", "int4", None, "uniform"),
+    "whole prompts": ("keydiff", "centroids", "int4", None, "uniform"),
     "remembers": ("noncausal", "centroids", "auto", 128, "uniform"),
     "all queries watched": ("h2o", "mean", "auto", 256, "uniform"),
     "adaptive": ("momentkv", "auto", "auto", 256, "adaptive"),
@@ -52,9 +52,8 @@ def tokens(number):
 def serve(layer, block, seed):
     """Prompts of some lengths, read into pages together, and steps of some batches of which some evict."""
     draw = random.Random(seed)
-    lengths = [
-        draw.choice([draw.randint(1, LONGEST), int(2 ** draw.uniform(0, 11))]) for _ in range(draw.choice([1, 3]))
-    ]
+    kinds = lambda: (draw.randint(1, LONGEST), int(2 ** draw.uniform(0, 11)), BUDGET + draw.randint(1, 64))  # noqa: E731
+    lengths = [draw.choice(kinds()) for _ in range(draw.choice([1, 3, 5]))]
     rows = list(range(1, 1 + len(lengths)))
     layer.clear(torch.tensor(rows))
     for at in range(0, max(lengths), block or max(lengths)):
@@ -73,7 +72,9 @@ def serve(layer, block, seed):
 
 
 @pytest.mark.parametrize("case", [named(case, slow=case == "leverage") for case in CASES])
-def test_after_a_warm_up_traffic_compiles_nothing(case):
+def test_after_a_warm_up_traffic_compiles_nothing(case, monkeypatch):
+    """Also of more sequences than are read or evict together."""
+    monkeypatch.setattr("fastkv.cache.pages.AT_ONCE", 3)
     (rule, shared), block = made(*CASES[case]), CASES[case][3]
     opened = partial(PagedLayer, rule, num_heads=HQ, scale=D**-0.5, softcap=None, shared=shared)
     pages = torch.zeros(SEQUENCES + 1, rule.form.nbytes + 128, dtype=torch.uint8)  # of the largest layer

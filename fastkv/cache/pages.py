@@ -343,7 +343,7 @@ def warm_up(opened: Callable[[Tensor], PagedLayer], paged: PagedRule, traffic: T
     # Tokens of blocks of each kind.
     largest = min(traffic.block or traffic.longest, traffic.longest)
     powers = [1 << i for i in range(FEW.bit_length() - 1, largest.bit_length())]
-    few = [layout.least + number for number in (1, 17, 33)]  # of a prompt that is hardly longer than its budget
+    few = [layout.least + number for number in (1, 16, 17, 32, 33, 64)]  # of a prompt hardly longer than its budget
     every = {*range(1, FEW + 1), largest, *powers, *few}
     lengths = sorted(length for length in every if length <= largest)
     # How many full blocks come before the last one of a prompt: none, one, and where slots are nearly full or full.
