@@ -216,9 +216,12 @@ class FastKVAttention(Module):
 
     def _read(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """A prompt, in blocks."""
-        num = q.shape[2]
+        num = longest = q.shape[2]
+        if mask is not None and not torch.compiler.is_compiling():
+            longest = int(mask.bool().sum(-1).max())  # what heads need does not follow from padding
         if self.state is None:
-            self.allocate(len(q), q.device, q.dtype, prompt=num)
+            whole = self.config.budget.follows_prompt or not longest
+            self.allocate(len(q), q.device, q.dtype, prompt=num if whole else longest)
         self._configure()  # the model may have loaded or moved its projection
         size = self.config.prefill_block or num
         real = torch.ones(len(q), num, dtype=torch.bool, device=q.device) if mask is None else mask.bool()
@@ -231,7 +234,7 @@ class FastKVAttention(Module):
                 continue
             plain = mask is None and self.softcap is None and self.borrowed[1] is None
             outs.append(self.cache.read(*block, real[:, rows].clone(), self._stock(*block) if plain else None))
-        self.length += num
+        self.length += longest
         self.cache.prepare()  # unequal heads may have traded slots
         return torch.cat(outs, 2)
 

@@ -175,6 +175,15 @@ def test_autocast_reaches_attention_and_nothing_else(policy):
             torch.testing.assert_close(got, want, atol=0.1, rtol=0)
 
 
+def test_autocast_over_static_windows():
+    """What a prompt left in the rings is of another dtype than what a step brings."""
+    model, (ids, mask) = fastkv.patch(build("gemma3"), "momentkv", 400, static=True), prompt()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = generate(model, ids, mask)
+        fastkv.patch(model, "momentkv", 400, static=False)
+        assert torch.equal(found, generate(model, ids, mask))
+
+
 def test_autocast_over_latents():
     model, (ids, _) = fastkv.patch(build("deepseek_v3"), "keydiff", small()), prompt(1, 30, (0,))
     with torch.autocast("cpu", torch.bfloat16):

@@ -559,6 +559,19 @@ def test_a_layer_that_keeps_all_of_a_growing_text_gets_slots_for_it():
     assert torch.equal(slots["positions"][0, :, :73].sort(dim=-1).values, torch.arange(73).expand(2, -1).int())
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_padding_is_no_text(static):
+    """However much of it there is, tokens that fit into the budget stay, also while a text grows."""
+    model, (ids, mask) = build("llama"), prompt(batch=1, length=50, pads=(0,))
+    want = generate(model, ids, mask, new=20)
+    patched(model, shares_of(model), tokens=80, static=static)
+    for pads in (60, 200):
+        padded = (torch.nn.functional.pad(part, (pads, 0)) for part in (ids, mask))
+        made = generate(model, *padded, new=20, return_dict_in_generate=True)
+        assert torch.equal(made.sequences[:, pads:], want)
+        assert (kept(made.past_key_values) == 69).all()
+
+
 def test_vector_shares_keys_as_pairs():
     """Each head deals its own room to pairs and to keys without values."""
     model = build("llama")

@@ -141,6 +141,15 @@ REFUSED_CALLS = {  # on what has read 36 tokens of 3 rows
     "columns of the mask": lambda model, ids, cache: model(
         ids[:, :10], past_key_values=cache, attention_mask=torch.ones(3, 12)
     ),
+    "rows of a 4-D mask": lambda model, ids, cache: model(
+        ids[:, :8], past_key_values=cache, attention_mask=torch.ones(2, 1, 8, 8).tril().bool()
+    ),
+    "mask of one axis": lambda model, ids, cache: model(
+        ids[:, :10], past_key_values=cache, attention_mask=torch.ones(46)
+    ),
+    "positions": lambda model, ids, cache: model(
+        ids[:, :10], past_key_values=cache, position_ids=torch.arange(46).expand(3, -1)
+    ),
     "crop": lambda model, ids, cache: cache.crop(-1),
 }
 
@@ -178,6 +187,13 @@ def test_a_forward_that_failed_half_way(name, static):
     raises("failed half way", model, ids[:, 40:], past_key_values=cache)
     cache.reset()
     assert torch.equal(model(ids, past_key_values=cache).logits, want)
+
+
+def test_a_cache_keeps_a_row():
+    cache = fastkv.patch(build(), budget=64)(prompt(3, 50)[0]).past_key_values
+    raises("repeated once or more often, got 0", cache.batch_repeat_interleave, 0)
+    raises("needs at least one row", cache.batch_select_indices, torch.tensor([], dtype=torch.long))
+    assert len(cache.stored(0)) == 3
 
 
 def test_crop_of_more_than_was_recorded():

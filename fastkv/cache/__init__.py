@@ -18,6 +18,13 @@ from ..reference import LayerState, Spec
 from ..rotary import Rotary
 
 
+def fixed(tensor: Tensor) -> Tensor:
+    """The tensor, which stays where it is from now on: a captured step copies any other every time."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(tensor, guard=False)
+    return tensor
+
+
 class Tick:
     """How many tokens were decoded since the last prompt or eviction, as a link of a ring.
 
@@ -140,10 +147,7 @@ class CacheWorkspace:
         found = self.tables.get((rotary, device))
         if found is None or found[0].shape[0] < length:
             found = rotary.to(device).table(max(1 << (length - 1).bit_length(), self.positions))
-            if not torch.compiler.is_compiling():
-                for part in found:
-                    torch._dynamo.mark_static_address(part, guard=False)  # or a captured step copies it every time
-            self.tables[rotary, device] = found
+            self.tables[rotary, device] = found = (fixed(found[0]), fixed(found[1]))
         return found
 
     def nbytes(self) -> int:

@@ -20,7 +20,7 @@ from ..backend import autocast_dtype, follows_rows
 from ..errors import FastKVError
 from ..policies import Reread
 from ..reference import LayerState, Moments, Recovery, Slots, Spec, rows_at
-from . import CacheWorkspace, compaction, selection, signals
+from . import CacheWorkspace, compaction, fixed, selection, signals
 from .layout import Attends, LayerConfig, LayerPlan, Layout
 from .prefill import absorb_block, attend_block, without_padding
 
@@ -143,10 +143,8 @@ class LayerCache:
         self._recover(0)
         if self.static:
             recovery = [] if state.recovery is None else [state.recovery.weight]
-            for _, tensor in state.named_tensors():
-                torch._dynamo.mark_static_address(tensor, guard=False)  # captured graphs read and write in place
-            for tensor in (*state.scratch, *recovery):
-                torch._dynamo.mark_static_address(tensor, guard=False)
+            for tensor in (*dict(state.named_tensors()).values(), *state.scratch, *recovery):
+                fixed(tensor)
 
     def _recover(self, length: int) -> None:
         """Tables of cos and sin for so many positions, for tokens without values."""
@@ -470,7 +468,8 @@ class HeldPrompt:
         """Compress the held prompt, to the share `keep` of its tokens if the budget left that open."""
         assert self.held is not None
         q, k, v, valid = self.held
-        self.cache.allocate(q.shape[1], k, v, k.shape[2], keep)
+        whole = self.cache.config.budget.follows_prompt
+        self.cache.allocate(q.shape[1], k, v, k.shape[2] if whole else int(valid.sum(-1).max()), keep)
         self.cache.configure(self.attends)
         self.cache.absorb(q, k, v, valid, self.reread)
         self.cache.started = True

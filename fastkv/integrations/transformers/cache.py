@@ -265,11 +265,15 @@ class FastKVCache(Cache):
         self._map_batch(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
+        """Every row `repeats` times, at least once."""
+        if repeats < 1:
+            raise FastKVError(f"rows can be repeated once or more often, got {repeats}; reset() forgets all of them")
         self._map_batch(lambda t: t.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Only the given rows."""
+        """Only the given rows, at least one."""
+        if not indices.numel():
+            raise FastKVError("a cache needs at least one row, got none to select; reset() forgets all of them")
         self._map_batch(lambda t: t[indices.to(t.device)])
 
     def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:

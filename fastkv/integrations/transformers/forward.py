@@ -86,7 +86,7 @@ def base_forward(self: Any, given: dict[str, Any]) -> Any:
             "leave the call out"
         )
     total, padding = tokens.shape[1], padding_of(given)
-    _check_shapes(cache, tokens, given.get("attention_mask"))
+    _check_shapes(cache, tokens, given)
     exact = torch.compiler.is_compiling() or padding is cache.known_mask
     if padding is not None and padding.shape[1] > total and not exact:  # of one for a longer text the first ones count
         given["attention_mask"] = padding = padding[:, : int(cache.get_seq_length()) + total]
@@ -110,9 +110,10 @@ def base_forward(self: Any, given: dict[str, Any]) -> Any:
         return self._fastkv_base_forward(**given)
 
 
-def _check_shapes(cache: FastKVCache, tokens: Tensor, mask: Any) -> None:
+def _check_shapes(cache: FastKVCache, tokens: Tensor, given: dict[str, Any]) -> None:
     """Raise FastKVError before any layer counts tokens of another batch, or with a mask that does not fit them."""
     (batch, total), layers = tokens.shape[:2], cache.compressed
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
     first = layers[0]
     if first.cache.started and batch != first.batch_size:
         raise FastKVError(
@@ -126,8 +127,18 @@ def _check_shapes(cache: FastKVCache, tokens: Tensor, mask: Any) -> None:
             "a forward of this cache failed half way, and some layers have its tokens and others do not; reset() it "
             "and read again"
         )
+    if positions is not None and positions.shape[-1] not in (1, total):
+        raise FastKVError(
+            f"position_ids must have a number for each of the {total} new tokens, got {list(positions.shape)}; pass "
+            "those of the new tokens alone"
+        )
     if not isinstance(mask, Tensor):
         return
+    if mask.ndim not in (2, 4) or (mask.ndim == 4 and mask.shape[0] not in (1, batch)):
+        raise FastKVError(
+            f"attention_mask must have 2 dimensions, or 4 of {batch} sequences, got {list(mask.shape)}; pass a 2-D "
+            "padding mask"
+        )
     if mask.ndim == 4 and mask.shape[-1] != total:
         raise FastKVError(
             f"got a 4-D attention mask over {mask.shape[-1]} keys, but a compressed cache keeps no mask columns for "
@@ -156,7 +167,7 @@ def decoder_forward(self: Any, given: dict[str, Any]) -> Any:
         raise MaskMade(mask)
     padding = padding_of(given)
     if prompt is None and "_fastkv_base_forward" not in vars(self):  # else it was checked there
-        _check_shapes(cache, tokens, mask)
+        _check_shapes(cache, tokens, given)
     if prompt is not None:
         # A base model may lengthen what it was given, as Qwen2-Audio does with sounds, and the mask with it.
         padding = prompt.padding = prompt.padding if padding is None else padding

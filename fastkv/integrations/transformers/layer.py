@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from ...backend import check_backend
-from ...cache import CacheWorkspace
+from ...cache import CacheWorkspace, fixed
 from ...cache.layer import GROWTH, HeldPrompt, HeldTokens, LayerCache, Stock
 from ...cache.layout import Attends
 from ...errors import FastKVError
@@ -34,7 +34,8 @@ class FastKVLayer(CacheLayerMixin):
         sizes: KV heads, and numbers of a key and of a value, once they are known.
         named: whether a patched module has asked for the layer since the last tokens.
         awaited: whether attention has not been called yet for the tokens that `update` was given.
-        expected: tokens of the prompt being read, set by the block loop so that `Budget(keep=...)` sees all of it.
+        padding: how much of it, at least, is padding in every row: what heads need follows from the rest.
+        expected: the rest of it once the prompt being read has been; so `Budget(keep=...)` sees all of a prompt.
     """
 
     is_sliding = False
@@ -45,7 +46,7 @@ class FastKVLayer(CacheLayerMixin):
         self.reader: LayerCache | HeldPrompt = cache
         self.is_compileable = cache.static
         self.seen: Any = 0
-        self.expected = self.batch_size = 0
+        self.expected = self.batch_size = self.padding = 0
         self.sizes: tuple[int, ...] = ()
         self.named = self.awaited = False
 
@@ -134,7 +135,7 @@ class FastKVLayer(CacheLayerMixin):
         cache.configure(how)
         q, k, v = q.detach(), k.detach(), v.detach()
         if not cache.static:
-            return cache.step(q, k, v, self.seen)
+            return cache.step(q, k, v, self.seen - self.padding)
         if cache.config.correction.key_only:
             room = cache.workspace.positions
             torch._assert_async(self.seen <= room, "the sequence is longer than the model's positions")
@@ -155,10 +156,10 @@ class FastKVLayer(CacheLayerMixin):
         if not isinstance(self.reader, HeldPrompt) and not has_slots:
             sizes = k.shape[-1], q.shape[1] // k.shape[1], v.shape[-1], self.cache.plan.latent
             check_backend(config.backend, k.device, k.dtype, *sizes, config.slots.name)  # whatever the module said
-            self.cache.allocate(q.shape[1], k, v, max(self.expected, k.shape[2]))
+            self.cache.allocate(q.shape[1], k, v, self.expected or k.shape[2])
             self._fix()
         elif not self.cache.static:
-            self.cache.deal(max(self.seen, self.expected), GROWTH if self.cache.records else 1.0)
+            self.cache.deal(max(self.seen - self.padding, self.expected), GROWTH if self.cache.records else 1.0)
         self.reader.configure(how)
         return self.reader.read(q, k, v, valid, stock)
 
@@ -177,7 +178,7 @@ class FastKVLayer(CacheLayerMixin):
         if self.cache.static:
             if isinstance(self.seen, int):  # filled on the device: a copy from the host would wait for it
                 self.seen = torch.full((), self.seen, dtype=torch.int64, device=self.device)
-            torch._dynamo.mark_static_address(self.seen, guard=False)
+            fixed(self.seen)
 
     def adopted(self, seen: int, rolls_back: bool, dtype: torch.dtype) -> None:
         """The cache has adopted a saved state of so many tokens; dtype: of the model."""
@@ -187,9 +188,14 @@ class FastKVLayer(CacheLayerMixin):
         if not self.cache.plan.latent:  # transformers' are of other sizes
             self.sizes = state.heads, exact.format.keys.dim(exact.keys.shape[-1]), exact.value_dim
         self.seen, self.cache.started = seen, seen > 0
+        self.count_padding(seen, state.seen)
         self._fix()
         if rolls_back:
             self.activate_past_recording()
+
+    def count_padding(self, columns: int, real: Tensor) -> None:
+        """Of so many columns so many tokens of each row are real, [B]. A share of a prompt is of its padding, too."""
+        self.padding = 0 if self.cache.config.budget.follows_prompt else columns - int(real.max())
 
     # A first prompt that is held in full until all layers have read it.
 
@@ -202,6 +208,7 @@ class FastKVLayer(CacheLayerMixin):
         """Hold tokens as if they had been read; k and v are overwritten where heads keep different numbers of them."""
         self.lazy_initialization(tokens[1], None if self.cache.plan.latent else tokens[2])  # transformers' are others
         self.seen = tokens[1].shape[2]
+        self.count_padding(self.seen, tokens[3].sum(-1))
         held = self.hold()
         held.held, held.attends, held.reread = tokens, how, reread
         return held
@@ -284,6 +291,7 @@ class FastKVLayer(CacheLayerMixin):
             self.is_initialized = False
         self.named = self.awaited = False
         self.seen *= 0  # in place where it is a tensor
+        self.padding = 0
         self.reader = self.cache
 
     def offload(self) -> None:
@@ -342,9 +350,9 @@ class Ring:
     def roll(self, batch: int, recent: Tensor, length: int, mask: Tensor | None) -> None:
         """Go on from a sequence of so many tokens, `recent` of them still there; mask [B, length] is 0 for padding."""
         if self.real.shape[0] != batch or self.real.device != recent.device:
-            self.seen = stock.fixed(torch.zeros((), dtype=torch.int64, device=recent.device))
-            self.place = stock.fixed(torch.zeros(1, dtype=torch.int64, device=recent.device))
-            self.real = stock.fixed(torch.zeros(batch, self.size, dtype=torch.bool, device=recent.device))
+            self.seen = fixed(torch.zeros((), dtype=torch.int64, device=recent.device))
+            self.place = fixed(torch.zeros(1, dtype=torch.int64, device=recent.device))
+            self.real = fixed(torch.zeros(batch, self.size, dtype=torch.bool, device=recent.device))
         self.seen.fill_(length)
         self.real.zero_()
         self.real[:, recent] = True if mask is None else mask[:, length - len(recent) : length].bool()
@@ -386,8 +394,8 @@ class WindowLayer(DynamicSlidingWindowLayer):
             return super().update(key_states, value_states, *args, **kwargs)
         if self.counts:
             self.ring.seen.add_(1)
-        self.keys.index_copy_(2, self.ring.place, key_states)
-        self.values.index_copy_(2, self.ring.place, value_states)
+        self.keys.index_copy_(2, self.ring.place, key_states.to(self.keys.dtype))
+        self.values.index_copy_(2, self.ring.place, value_states.to(self.values.dtype))  # autocast stores fp32
         return self.keys, self.values
 
     def roll(self, recent: Tensor) -> None:
@@ -398,7 +406,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
     def _rolled(self, tokens: Tensor, room: Tensor | None, recent: Tensor) -> Tensor:
         batch, heads, num, dim = tokens.shape
         if room is None or room.shape[0] != batch:
-            room = stock.fixed(tokens.new_zeros(batch, heads, self.ring.size, dim))
+            room = fixed(tokens.new_zeros(batch, heads, self.ring.size, dim))
         return room.index_copy_(2, recent, tokens[:, :, num - len(recent) :])
 
     def unroll(self, recent: Tensor, length: int) -> None:

@@ -140,8 +140,13 @@ def read_prompt(decoder: Any, cache: FastKVCache, given: dict[str, Any]) -> Any:
     prompt, total, positions = cache.prompt, tokens_of(given).shape[1], given.get("position_ids")
     assert prompt is not None
     _check_positions(cache, positions, total)
-    for layer in cache.compressed:
-        layer.expected = total if layer.cache.static else layer.seen + total
+    if positions is not None and positions.shape[-1] < total:
+        given["position_ids"] = positions = positions.expand(*positions.shape[:-1], total)
+    real = None if prompt.padding is None else (prompt.padding != 0).sum(-1).cpu()
+    for layer in cache.compressed if not cache.compressed[0].rereading else ():
+        if real is not None and prompt.padding is not None:
+            layer.count_padding(prompt.padding.shape[1], real)
+        layer.expected = (total if layer.cache.static else layer.seen + total) - layer.padding
     deltas = cache.deltas_after(positions, total, prompt.padding)
     if positions is None and cache.rope_deltas is not None and not cache.started and prompt.padding is not None:
         deltas = total - prompt.padding[:, -total:].long().sum(-1, keepdim=True)  # transformers counts padding
@@ -298,13 +303,17 @@ def _narrowed(mask: Any, spare: int) -> Any:
 def _join(outputs: list[Any]) -> Any:
     """One model output for all blocks."""
     out = outputs[-1]
-    out.last_hidden_state = torch.cat([o.last_hidden_state for o in outputs], 1)
+    out.last_hidden_state = torch.cat([o.last_hidden_state for o in outputs], -2)
     if out.get("hidden_states") is not None:
-        out.hidden_states = tuple(torch.cat(states, 1) for states in zip(*[o.hidden_states for o in outputs]))
+        out.hidden_states = tuple(torch.cat(states, -2) for states in zip(*[o.hidden_states for o in outputs]))
     if out.get("attentions") is not None:
         out.attentions = None
     if out.get("router_logits") is not None:
-        out.router_logits = tuple(torch.cat(logits, 0) for logits in zip(*[o.router_logits for o in outputs]))
+        rows = len(out.last_hidden_state)  # of each block one after the other
+        out.router_logits = tuple(
+            torch.cat([part.unflatten(0, (rows, -1)) for part in parts], 1).flatten(0, 1)
+            for parts in zip(*[o.router_logits for o in outputs])
+        )
     return out
 
 

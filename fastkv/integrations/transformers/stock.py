@@ -23,6 +23,8 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ...cache import fixed
+
 # The argument that a cache is passed in, and the name of it in what comes back; the first until 5.23.
 BEFORE, NOW = "past_key_values", "cache"
 CACHE = NOW if NOW in ALL_CACHE_NAMES else BEFORE
@@ -108,12 +110,6 @@ def changed(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """The tensor after a change, in place where the shape stays."""
     new = change(tensor)
     return tensor.copy_(new) if new.shape == tensor.shape else fixed(new)
-
-
-def fixed(tensor: Tensor) -> Tensor:
-    """The tensor, which stays where it is from now on."""
-    torch._dynamo.mark_static_address(tensor, guard=False)
-    return tensor
 
 
 def separate(layer: Any) -> None:
