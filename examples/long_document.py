@@ -40,6 +40,7 @@ def read(model, ids, path):
 def answer(model, tokenizer, path, ids, questions, words):
     """Load the file and ask every question of a copy of the cache; returns the answers."""
     cache = fastkv.FastKVCache.load(path, model)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     asked = tokenizer.pad({"input_ids": questions}, padding_side="left", return_tensors="pt")
     prompts = torch.cat([ids.expand(len(questions), -1), asked.input_ids.to(ids.device)], 1)  # only questions are read
     mask = torch.cat([torch.ones_like(prompts[:, : ids.shape[1]]), asked.attention_mask.to(ids.device)], 1)

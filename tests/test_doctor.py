@@ -58,7 +58,7 @@ def test_what_is_refused_says_why(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("amount", [{"tokens": 20}, {"keep": 0.3}], ids=str)
+@pytest.mark.parametrize("amount", [{"tokens": 20}, {"keep": 0.3}, {"compress": 2}], ids=str)
 def test_bytes_are_those_of_a_cache(name, amount):
     context, model = 90, build(name)
     budget = fastkv.Budget(**amount, sinks=2, recent=4)

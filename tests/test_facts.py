@@ -15,6 +15,13 @@ def tokenizer():
     return toy.load()[1]
 
 
+@pytest.mark.parametrize("content, times", [("{{ m.content }} {{ m.content }}", 2), ("nothing of it", 0)])
+def test_a_template_has_a_message_once(content, times):
+    tokenizer = toy.load()[1]
+    tokenizer.chat_template = f"{{% for m in messages %}}{content}{{% endfor %}}"
+    raises(f"has it {times} times", facts.around, tokenizer, "Who?")
+
+
 @pytest.mark.parametrize("split", facts.BANKS)
 @pytest.mark.parametrize("both", [False, True])
 def test_a_sample_has_its_facts_and_length(tokenizer, split, both):

@@ -66,6 +66,15 @@ def compressed():
     return FastKVLM(str(MODEL_DIR), batch_size=3, **FLOAT64)
 
 
+def test_a_checkpoint_that_asks_for_no_cache_gets_one():
+    model, tokenizer = load()
+    model.config.use_cache = False
+    lm = FastKVLM(model, tokenizer=tokenizer)
+    lm.set_cache("keydiff", 64)
+    lm.model(torch.zeros(1, 100, dtype=torch.long))
+    assert 0 < lm.cache_bytes < 100 * 2 * model.config.num_hidden_layers * model.config.head_dim * 4 * 8
+
+
 @pytest.fixture(scope="module")
 def expected(stock):
     return stock.loglikelihood(requests(), disable_tqdm=True)

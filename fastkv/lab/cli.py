@@ -292,7 +292,7 @@ command(
     option("--limit", float, "number of questions of each task, or below 1 their share", least=1e-9),
     option("--num-fewshot", int, "worked examples in each prompt", least=0),
     option("--batch-size", "1", "sequences in a batch, or auto"),
-    option("--seed", 0, "seed of examples and sampling"),
+    option("--seed", 0, "seed of examples and sampling", least=0),
     option("--device", str, "default: the GPU if there is one", "NAME"),
     option("--model-args", "", "more arguments of the harness's own model, as dtype=bfloat16", "K=V,..."),
     option("--metadata", [], "of tasks, as max_seq_lengths=[4096,8192] num_samples=20", "K=V", nargs="+"),

@@ -258,7 +258,8 @@ def versions(**others: str) -> dict[str, str]:
 
 def console_of(width: int = 100, **options: Any) -> Console:
     """The terminal, or `width` columns where the output goes to a file."""
-    return Console(width=None if sys.stdout.isatty() else width, highlight=False, markup=False, **options)
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    return Console(width=None if terminal else width, highlight=False, markup=False, **options)
 
 
 def show(console: Console, made: Table) -> None:

@@ -22,7 +22,7 @@ from ..calibration import HEADS_FILE, kv_shapes
 from ..config import Config
 from ..cpu import library
 from ..errors import FastKVError
-from ..integrations.transformers import TESTED, check, modules, stock
+from ..integrations.transformers import TESTED, check, modules, sizes, stock
 from ..integrations.transformers.cache import build_layers
 from ..integrations.transformers.layer import FastKVLayer
 from .pretrained import UNREADABLE, first_line, place
@@ -153,7 +153,7 @@ def survey(model: Module, config: Config, context: int, dtype: torch.dtype) -> S
     Args: model: of transformers, with weights or without.  dtype: of its cache.
     Raises: FastKVError if it cannot be patched, as far as that shows without running it.
     """
-    check(model, config, runs=False)
+    config = config.coded(*sizes(check(model, config, runs=False)))
     attentions = modules.attentions(model)
     shapes = kv_shapes(model.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
     layers = build_layers(model, config, CacheWorkspace())

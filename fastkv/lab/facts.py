@@ -217,7 +217,14 @@ def around(tokenizer: Any, question: str) -> tuple[list[int], list[int]]:
     if tokenizer.chat_template is None:
         return start_of(tokenizer), encode(f"\n\nQuestion: {question}\nAnswer:")["input_ids"]
     turn = [{"role": "user", "content": f"{MARK}\n\n{question}"}]
-    before, after = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True).split(MARK)
+    shown = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    before, *others = shown.split(MARK)
+    if len(others) != 1:
+        raise FastKVError(
+            f"questions about a text need a chat template that has a message once and as it is, got one that has it "
+            f"{len(others)} times; set tokenizer.chat_template = None"
+        )
+    (after,) = others
     return encode(before)["input_ids"], encode(after)["input_ids"]
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import lm_eval
 import torch
+from jinja2 import TemplateError
 from lm_eval._cli.utils import key_val_to_dict
 from lm_eval.api.metrics import mean
 from lm_eval.api.task import ConfigurableTask
@@ -32,6 +33,7 @@ from rich.table import Table
 from torch.nn import Module
 from tqdm import tqdm
 from transformers import AutoTokenizer
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from ..api import patch, unpatch
 from ..budget import Budget
@@ -46,6 +48,7 @@ from .ruler import Sample, Tokenizer
 TASK_FILES = Path(__file__).parent / "tasks"  # what the harness takes as --include_path: fastkv's own tasks
 OWN = "fastkv_"  # how the names of fastkv's tasks begin
 KEPT = "results groups group_subtasks configs versions n-shot n-samples higher_is_better config git_hash".split()
+UNUSABLE = (ImportError, OSError, ValueError, TypeError, AttributeError, YAMLError, TemplateError)
 ADVICE = "where its dataset cannot be reached, copy it to this machine and name it in a YAML file of your own"
 PREFIX = "fastkv_ruler_"
 
@@ -70,6 +73,7 @@ class FastKVLM(HFLM):
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         adapted: Any = self.model
         self.patched: Any = adapted.get_base_model() if hasattr(adapted, "get_base_model") else adapted
+        self.patched.config.get_text_config(decoder=True).use_cache = True  # which some checkpoints turn off
         self.patched.register_forward_hook(self._measure)
         self.set_cache(FULL)
 
@@ -317,7 +321,11 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     Returns: of each cache its policy and budget as on the command line, nbytes, the largest of one sequence, seconds of
         the whole evaluation, and scores, see `scores_of`.
     """
-    names = "model tasks mode question limit num_fewshot metadata batch_size seed model_args"
+    if options.batch_size != "auto" and not (options.batch_size.isdecimal() and int(options.batch_size)):
+        raise FastKVError(f"--batch-size must be auto or a number of at least 1, got {options.batch_size}")
+    if options.include_path is not None and not Path(options.include_path).is_dir():
+        raise FastKVError(f"--include-path must be a folder with task YAML files, got {options.include_path}")
+    names = "model tasks mode question limit num_fewshot metadata batch_size seed model_args include_path"
     results = common.Results(options, names, common.caches_of(options))
     where, gguf = pretrained.place(options.model)
     metadata = {"pretrained": where, "seed": options.seed, "tokenizer": options.model, **metadata_of(options.metadata)}
@@ -431,7 +439,7 @@ def load_tasks(tasks: Sequence[str], include_path: str | None, metadata: dict[st
                 f"lm-evaluation-harness knows no task {task!r}; lm-eval ls tasks lists what it knows, --include-path "
                 "adds your own"
             ) from error
-        except (ImportError, OSError, ValueError) as error:  # without a package, a connection, a file, a configuration
+        except UNUSABLE as error:  # without a package, a connection, a file, a configuration
             raise FastKVError(f"task {task} cannot be loaded ({pretrained.first_line(error)}); {ADVICE}") from error
     return manager
 
