@@ -34,8 +34,8 @@ class FastKVLayer(CacheLayerMixin):
         sizes: KV heads, and numbers of a key and of a value, once they are known.
         named: whether a patched module has asked for the layer since the last tokens.
         awaited: whether attention has not been called yet for the tokens that `update` was given.
-        padding: how much of it, at least, is padding in every row: what heads need follows from the rest.
-        expected: the rest of it once the prompt being read has been; so `Budget(keep=...)` sees all of a prompt.
+        padding: how many of these tokens are padding even in the longest row; heads share slots for the others.
+        expected: how many others there will be after the prompt that is being read in blocks.
     """
 
     is_sliding = False
