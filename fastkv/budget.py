@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
+from torch import Tensor
+
 from .calibration import HeadShares
 from .errors import FINITE, FastKVError, is_number, is_whole
 
@@ -174,6 +176,14 @@ class Budget:
     def follows_prompt(self) -> bool:
         """Whether the number of tokens depends on the prompt."""
         return self.keep is not None or self.compress is not None or self.quality is not None
+
+    def length_of(self, columns: int, real: Tensor) -> int:
+        """The length of a text that heads share slots for, tokens: that of its longest row, without padding. A share of
+        a prompt is of its padding, too.
+
+        Args: columns: tokens of each row, padding included.  real [B]: those that are no padding.
+        """
+        return columns if self.follows_prompt else max(int(real.max()), 1)
 
     @property
     def needs_prompt(self) -> str | None:

@@ -218,10 +218,9 @@ class FastKVAttention(Module):
         """A prompt, in blocks."""
         num = longest = q.shape[2]
         if mask is not None and not torch.compiler.is_compiling():
-            longest = int(mask.bool().sum(-1).max())  # what heads need does not follow from padding
+            longest = self.config.budget.length_of(num, mask.bool().sum(-1))
         if self.state is None:
-            whole = self.config.budget.follows_prompt or not longest
-            self.allocate(len(q), q.device, q.dtype, prompt=num if whole else longest)
+            self.allocate(len(q), q.device, q.dtype, prompt=longest)
         self._configure()  # the model may have loaded or moved its projection
         size = self.config.prefill_block or num
         real = torch.ones(len(q), num, dtype=torch.bool, device=q.device) if mask is None else mask.bool()

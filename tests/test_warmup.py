@@ -52,8 +52,10 @@ def tokens(number):
 def serve(layer, block, seed):
     """Prompts of some lengths, read into pages together, and steps of some batches of which some evict."""
     draw = random.Random(seed)
-    kinds = lambda: (draw.randint(1, LONGEST), int(2 ** draw.uniform(0, 11)), BUDGET + draw.randint(1, 64))  # noqa: E731
-    lengths = [draw.choice(kinds()) for _ in range(draw.choice([1, 3, 5]))]
+    lengths = [
+        draw.choice([draw.randint(1, LONGEST), int(2 ** draw.uniform(0, 11)), BUDGET + draw.randint(1, 64)])
+        for _ in range(draw.choice([1, 3, 5]))
+    ]
     rows = list(range(1, 1 + len(lengths)))
     layer.clear(torch.tensor(rows))
     for at in range(0, max(lengths), block or max(lengths)):

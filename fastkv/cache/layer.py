@@ -468,8 +468,8 @@ class HeldPrompt:
         """Compress the held prompt, to the share `keep` of its tokens if the budget left that open."""
         assert self.held is not None
         q, k, v, valid = self.held
-        whole = self.cache.config.budget.follows_prompt
-        self.cache.allocate(q.shape[1], k, v, k.shape[2] if whole else int(valid.sum(-1).max()), keep)
+        length = self.cache.config.budget.length_of(k.shape[2], valid.sum(-1))
+        self.cache.allocate(q.shape[1], k, v, length, keep)
         self.cache.configure(self.attends)
         self.cache.absorb(q, k, v, valid, self.reread)
         self.cache.started = True

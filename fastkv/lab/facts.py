@@ -218,13 +218,12 @@ def around(tokenizer: Any, question: str) -> tuple[list[int], list[int]]:
         return start_of(tokenizer), encode(f"\n\nQuestion: {question}\nAnswer:")["input_ids"]
     turn = [{"role": "user", "content": f"{MARK}\n\n{question}"}]
     shown = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-    before, *others = shown.split(MARK)
-    if len(others) != 1:
+    if shown.count(MARK) != 1:
         raise FastKVError(
-            f"questions about a text need a chat template that has a message once and as it is, got one that has it "
-            f"{len(others)} times; set tokenizer.chat_template = None"
+            "questions about a text need a chat template that has a message once and as it is, got one that has it "
+            f"{shown.count(MARK)} times; set tokenizer.chat_template = None"
         )
-    (after,) = others
+    before, _, after = shown.partition(MARK)
     return encode(before)["input_ids"], encode(after)["input_ids"]
 
 

@@ -114,6 +114,7 @@ class H2O(Policy):
 
     name = "h2o"
     needs = frozenset({"attention", "memory"})
+
     recent: float = 0.5
 
     def __post_init__(self) -> None:

@@ -188,14 +188,10 @@ class FastKVLayer(CacheLayerMixin):
         if not self.cache.plan.latent:  # transformers' are of other sizes
             self.sizes = state.heads, exact.format.keys.dim(exact.keys.shape[-1]), exact.value_dim
         self.seen, self.cache.started = seen, seen > 0
-        self.count_padding(seen, state.seen)
+        self.padding = seen - self.cache.config.budget.length_of(seen, state.seen)
         self._fix()
         if rolls_back:
             self.activate_past_recording()
-
-    def count_padding(self, columns: int, real: Tensor) -> None:
-        """Of so many columns so many tokens of each row are real, [B]. A share of a prompt is of its padding, too."""
-        self.padding = 0 if self.cache.config.budget.follows_prompt else columns - int(real.max())
 
     # A first prompt that is held in full until all layers have read it.
 
@@ -208,7 +204,7 @@ class FastKVLayer(CacheLayerMixin):
         """Hold tokens as if they had been read; k and v are overwritten where heads keep different numbers of them."""
         self.lazy_initialization(tokens[1], None if self.cache.plan.latent else tokens[2])  # transformers' are others
         self.seen = tokens[1].shape[2]
-        self.count_padding(self.seen, tokens[3].sum(-1))
+        self.padding = self.seen - self.cache.config.budget.length_of(self.seen, tokens[3].sum(-1))
         held = self.hold()
         held.held, held.attends, held.reread = tokens, how, reread
         return held

@@ -142,10 +142,11 @@ def read_prompt(decoder: Any, cache: FastKVCache, given: dict[str, Any]) -> Any:
     _check_positions(cache, positions, total)
     if positions is not None and positions.shape[-1] < total:
         given["position_ids"] = positions = positions.expand(*positions.shape[:-1], total)
-    real = None if prompt.padding is None else (prompt.padding != 0).sum(-1).cpu()
+    mask, padding = prompt.padding, None
+    if mask is not None:
+        padding = mask.shape[1] - cache.config.budget.length_of(mask.shape[1], (mask != 0).sum(-1))
     for layer in cache.compressed if not cache.compressed[0].rereading else ():
-        if real is not None and prompt.padding is not None:
-            layer.count_padding(prompt.padding.shape[1], real)
+        layer.padding = layer.padding if padding is None else padding
         layer.expected = (total if layer.cache.static else layer.seen + total) - layer.padding
     deltas = cache.deltas_after(positions, total, prompt.padding)
     if positions is None and cache.rope_deltas is not None and not cache.started and prompt.padding is not None:
