@@ -288,6 +288,42 @@ def test_keys_unlike_the_others(batch, heads, num, dim, dtype, anchor, turned, m
     torch.testing.assert_close(found.double(), reference.keydiff_scores(exact, anchor, mask=mask), atol=1e-5, rtol=0)
 
 
+@pytest.mark.skipif(not compiled.available("expected"), reason="it does not compile")
+@CASES
+@given(
+    *[st.integers(1, most) for most in (2, 3, 3, 40, 300)],
+    *[st.sampled_from(some) for some in ([32, 64, 96], [torch.float32, torch.bfloat16], ["halves", "pairs", "part"])],
+    st.integers(0, 999),
+)  # fmt: skip
+def test_what_queries_to_come_are_expected_to_read(batch, heads, groups, old, num, dim, dtype, turn, seed):
+    """Queries and keys lie as projections leave them, far from zero, and are NaN where there is no token."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rows(heads, num, away=1):
+        made = torch.randn(batch, num, heads, dim, generator=generator) + away * torch.randn(dim, generator=generator)
+        return (made / 3).to(dtype).transpose(1, 2)
+
+    size = dim if turn == "halves" else 16
+    rotary = Rotary(torch.rand(size // 2, generator=generator), 1.3, turn == "pairs", dim - size)
+    positions = torch.arange(old + num, dtype=torch.int32).expand(batch, heads, -1)
+    queries, keys, values = rows(heads * groups, num, 30), rows(heads, old + num), rows(heads, old + num)
+    queries = rotary.turned(queries, *rotary.turn(positions[:, :1, old:])).to(dtype)
+    real = torch.rand(batch, old + num, generator=generator) < 0.9
+    keys.masked_fill_(~real[:, None, :, None], torch.nan)
+    queries.masked_fill_(~real[:, None, old:, None], torch.nan)
+    valid = real[:, None].expand(-1, heads, -1)
+    block = positions, valid, rotary, 20, 4
+    exact, found = reference.queries_ahead(queries.double(), *block), cpu.queries_ahead(queries, *block)
+    for want, got in zip(exact, found):
+        torch.testing.assert_close(got.double(), want.double(), rtol=1e-6, atol=3e-5)
+    memory = torch.rand(batch, heads, old + num, generator=generator)
+    rest = found[2], SCALE, 0.01, memory
+    told = [part.double() for part in (keys, values, *found[:2])]
+    want = reference.expected_attention(*told, *rest, valid=valid)
+    got = cpu.expected_attention(keys, values, *found[:2], *rest, valid=valid)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-30)
+
+
 @CASES
 @given(st.integers(1, 3), st.integers(1, 60), st.integers(0, 9), st.integers(0, 999))
 def test_a_choice_of_which_few_leave(heads, num, spare, seed):

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from .. import cpu, reference
+from ..errors import check_groups
 from ..reference import Centroids, LayerState, Moments, Selection, Spec, centroids, merge_partials
-from ..reference.scores import EPSILON
+from ..reference.scores import EPSILON, queries_of, times_length, turned_ahead
 from ..rotary import Rotary
 from . import slots as compiled_slots
 
@@ -161,10 +162,9 @@ def keydiff_scores(
     rotary: Rotary | None = None,
 ) -> Tensor:
     """`reference.keydiff_scores`; of cosines in one pass for the anchor and one for the scores."""
-    dim = keys.shape[-1]
     means = distance == "cosine" and anchor in ("mean", "normalized_mean")
-    fits = means and keys.dtype in DTYPES and dim % (2 * compiled_slots.WIDE) == 0
-    if not fits or not (rotary is None or rotary.halves(dim)) or not cpu.available("key_scores"):
+    plain = rotary is None or rotary.halves(keys.shape[-1])
+    if not (means and plain and halves_fit(keys) and cpu.available("key_scores")):
         told = {"distance": distance, "positions": positions, "rotary": rotary}
         return reference.keydiff_scores(keys, anchor, mask=hiding(mask), **told)  # type: ignore[arg-type]
     turn = None if rotary is None or positions is None else rotary.turn(positions)
@@ -175,6 +175,63 @@ def keydiff_scores(
     pointers = (None if one is None else one.data_ptr() for one in tensors)
     cpu.call("key_scores", "unlike", cpu.structs("key_scores").Unlike(*pointers, *sizes))
     return out
+
+
+def queries_ahead(
+    queries: Tensor, positions: Tensor, valid: Tensor, rotary: Rotary, horizon: int, sinks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.queries_ahead`, with the products of few queries at a time, and no copy of them."""
+    batch, heads, _, dim = queries.shape
+    if not halves_fit(queries) or not cpu.available("expected"):
+        return reference.queries_ahead(queries, positions, valid, rotary, horizon, sinks)
+    places, real, newest = queries_of(queries, positions, valid, sinks)
+    turned = rotary.halves(dim)
+    rows, strides = in_rows(queries if turned else rotary.unrotate(queries.float(), places))
+    turn = (part / rotary.scaling for part in rotary.turn(places)) if turned else (None, None)
+    mean, covariance = rows.new_empty(batch, heads, 1, dim), rows.new_empty(batch, heads, dim, dim)
+    tensors = rows, *turn, real.contiguous(), mean, covariance
+    pointers = (None if one is None else one.data_ptr() for one in tensors)
+    given = cpu.structs("expected").Queries(*pointers, *queries.shape, torch.get_num_threads(), strides)
+    cpu.call("expected", "spread", given)
+    return *turned_ahead(mean, covariance, rotary, newest, horizon), real.sum(-1, keepdim=True)
+
+
+def expected_attention(
+    keys: Tensor,
+    values: Tensor,
+    mean: Tensor,
+    covariance: Tensor,
+    count: Tensor,
+    scale: float,
+    epsilon: float,
+    memory: Tensor,
+    *,
+    valid: Tensor,
+) -> Tensor:
+    """`reference.expected_attention`, with the products of few keys at a time, and no copy of them."""
+    if not halves_fit(keys) or mean.dtype != torch.float32 or not cpu.available("expected"):
+        told = mean, covariance, count, scale, epsilon, memory
+        return reference.expected_attention(keys, values, *told, valid=valid)
+    batch, heads, *size = keys.shape
+    groups, (rows, strides) = check_groups("expected_attention", mean.shape[1], heads), in_rows(keys)
+    attention = rows.new_empty(keys.shape[:3])
+    tensors = rows, *(one.contiguous() for one in (mean, covariance, valid)), attention
+    sizes = batch, heads, groups, *size, torch.get_num_threads()
+    given = cpu.structs("expected").Expected(*(one.data_ptr() for one in tensors), *sizes, strides, scale)
+    cpu.call("expected", "expected", given)
+    return times_length(attention + epsilon, values, count, memory, valid)
+
+
+def halves_fit(rows: Tensor) -> bool:
+    """Whether C++ reads rows [..., D] in two halves of whole vectors."""
+    return rows.dtype in DTYPES and rows.shape[-1] % (2 * compiled_slots.WIDE) == 0
+
+
+def in_rows(rows: Tensor) -> tuple[Tensor, Any]:
+    """Rows [B, H, N, D] in fp32, each in one piece, and the strides of the other axes."""
+    rows = rows.float()
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    return rows, compiled_slots.Three(*rows.stride()[:3])
 
 
 def manifold_scores(keys: Tensor, window: int | None, metric: str, *, mask: Tensor | None) -> Tensor:

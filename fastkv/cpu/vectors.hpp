@@ -82,7 +82,8 @@ inline float total_of(Floats lanes) {
 
 typedef Native Products[STACK][ABREAST];
 
-// sums += rows [STACK, number] @ columns [number, SIDE].
+// sums += rows [STACK, number] @ columns [number, SIDE]; numbers of a row are STEP apart.
+template <int64_t STEP = 1>
 inline void multiply(const float* const* rows, const float* columns, int64_t number, Products& sums) {
     for (int64_t i = 0; i < number; ++i, columns += SIDE) {
         Native theirs[ABREAST];
@@ -90,7 +91,7 @@ inline void multiply(const float* const* rows, const float* columns, int64_t num
 #pragma GCC unroll 12
         for (int64_t one = 0; one < STACK; ++one)
 #pragma GCC unroll 4
-            for (int64_t part = 0; part < ABREAST; ++part) sums[one][part] += rows[one][i] * theirs[part];
+            for (int64_t part = 0; part < ABREAST; ++part) sums[one][part] += rows[one][i * STEP] * theirs[part];
     }
 }
 
