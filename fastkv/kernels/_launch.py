@@ -24,6 +24,11 @@ ALIGNED = 32  # numbers: 128 bytes, a line of a GPU's cache
 SMS = 132  # where there are none, in the interpreter: those of an H200
 
 
+def cdiv(number: int, by: int) -> int:
+    """number / by, rounded up. Triton's own is for kernels, and takes microseconds on the host."""
+    return -(-number // by)
+
+
 def pow2(number: int, least: int = 1) -> int:
     """The smallest power of two that is at least `number` and `least`."""
     return max(least, 1 << max(number - 1, 0).bit_length())
@@ -240,7 +245,7 @@ def scratch_shapes(num_heads: int, state: LayerState, batch: int, sms: int) -> l
 def aligned(shape: tuple[int, ...]) -> int:
     """Numbers that a tensor takes in a room, so that loads of the next are wide, too: what was compiled for one batch
     fits every other."""
-    return triton.cdiv(prod(shape), ALIGNED) * ALIGNED
+    return cdiv(prod(shape), ALIGNED) * ALIGNED
 
 
 def pool_of(batch: int, slots: Slots) -> int:
@@ -266,7 +271,7 @@ def num_sms(device: torch.device) -> int:
 
 def slots_each(slots: Slots) -> int:
     """Slots of a head, on average where heads have unequally many."""
-    return slots.limit if slots.starts is None else triton.cdiv(slots.keys.shape[1], slots.starts.shape[1] - 1)
+    return slots.limit if slots.starts is None else cdiv(slots.keys.shape[1], slots.starts.shape[1] - 1)
 
 
 def decode_programs(pairs: int, slots: Slots, sms: int) -> int:

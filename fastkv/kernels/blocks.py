@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import check_shape
 from ._arguments import View
-from ._launch import check_like, pow2
+from ._launch import cdiv, check_like, pow2
 
 ROWS, BLOCK = 64, 2048  # tokens of a program; of a mask at once
 SCAN, STEP = tl.constexpr(1024), tl.constexpr(64)  # tokens of a mask that are counted, and compared with ranks, at once
@@ -177,7 +177,7 @@ def candidates(
         pointers = CandidatePointers(out[0], out[1], out[2], real, guard, out[5])
         pointers = pointers if memory is not None else pointers._replace(memory_ptr=None)
         pointers = pointers if used else pointers._replace(keys_ptr=None, values_ptr=None)
-        _candidates_kernel[batch * heads, triton.cdiv(used + num, ROWS)](
+        _candidates_kernel[batch * heads, cdiv(used + num, ROWS)](
             View.of(keys), View.of(values), View(positions, *positions.stride()), View.of(k), View.of(v),
             Known(memory, lengths, seen, valid.view(torch.uint8)), pointers, Protection(sinks, recent), used, num,
             HEADS=Heads.of(keys, values, 0, heads), ROWS=ROWS, BLOCK=BLOCK,
@@ -314,7 +314,7 @@ def read_rows(
     heads = Heads.of(q, v, q.shape[1], k.shape[1])
     assert k.dtype == v.dtype == dtype and k.shape[1:] == (heads.KV, heads.DK)
     views = (View(t, 0, t.stride(1), t.stride(0)) for t in (q, k, v))
-    grid = programs + triton.cdiv(length, ROWS) * (heads.Q + heads.KV), batch
+    grid = programs + cdiv(length, ROWS) * (heads.Q + heads.KV), batch
     if batch:
         _read_kernel[grid](
             Rows(pages, copy, table, starts, rows), *views, Blocks(made[0], made[1], made[2], tokens), pages.stride(0),
@@ -333,7 +333,7 @@ def write_rows(
     check_like("write_rows", (None, out.shape[1], None, out.shape[2]), blocks=blocks)
     heads = Heads.of(out, out, out.shape[1], 0)
     if len(rows):
-        _write_kernel[(programs * len(rows) + triton.cdiv(len(own), ROWS) * heads.Q,)](
+        _write_kernel[(programs * len(rows) + cdiv(len(own), ROWS) * heads.Q,)](
             Rows(pages, copy, table, starts, rows), blocks, Places(own, sequence, within),
             View(out, 0, out.stride(1), out.stride(0)), pages.stride(0), slots, len(rows), programs, blocks.shape[2],
             len(own), FIELDS=table.shape[1], BLOCK=block, HEADS=heads, ROWS=ROWS,

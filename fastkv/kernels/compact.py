@@ -32,7 +32,17 @@ from ..reference import LayerState, Selection, Spec
 from ._arguments import PAIRS, MomentPointers, StatePointers, View
 from ._attention import _barrier, _dot32, _home, _page, _stretch
 from ._codes import _code_places, _codes_of, _exact, _packed, _plain_rows, _scale_places, _scales_of, _stored
-from ._launch import addressed, check_contiguous, check_head_dim, check_like, check_rows, check_scales, on_hip, pow2
+from ._launch import (
+    addressed,
+    cdiv,
+    check_contiguous,
+    check_head_dim,
+    check_like,
+    check_rows,
+    check_scales,
+    on_hip,
+    pow2,
+)
 
 PLAN = 2048  # candidates per prefix sum
 ROWS = 32  # that a program moves at once
@@ -453,7 +463,7 @@ def compact(
     )  # fmt: skip
     block_keys, block_values = View.of(k), View.of(v)
     if moments.key_mean is not None:
-        slices = triton.cdiv(dv, columns)
+        slices = cdiv(dv, columns)
         _moments_kernel[(pairs, slices, splits)](
             held, block_keys, block_values, plan, changing, *where, num, capacity, used, splits, TILE=tile,
             SINGLE=splits == 1, num_warps=warps, num_stages=2,
@@ -463,7 +473,7 @@ def compact(
     width = pow2(max(dk, dv), 64)
     (rows, _, warps), packed = MERGE[width], slots.format.values.bits == 4  # which takes the registers of a merge
     rows, warps = (rows, warps) if packed or width > 256 else (ROWS, 4)
-    movers = min(triton.cdiv(min(most, capacity), rows), MAX_MOVERS)
+    movers = min(cdiv(min(most, capacity), rows), MAX_MOVERS)
     _move_kernel[(pairs, movers)](
         held, block_keys, block_values, View.of(new_positions), plan, *where, num, capacity, used,
         TILE=tile._replace(ROWS=rows), num_warps=warps,

@@ -69,6 +69,7 @@ from ._evicted import CENTROIDS, Terms, _evicted_partial
 from ._launch import (
     MIN_ROWS,
     attention_slots,
+    cdiv,
     check_decode,
     check_rows,
     chip_of,
@@ -310,11 +311,11 @@ def _constants(
     splits, parts = programs, programs
     if order is not None and programs > 1:  # some are for the evicted set; 2 of 3 read slots rather than 1 of 2
         work = CENTROID * centroids
-        evicted = max(min(round(programs * work / (slots + work)), triton.cdiv(centroids, block_c), programs - 2), 1)
+        evicted = max(min(round(programs * work / (slots + work)), cdiv(centroids, block_c), programs - 2), 1)
         splits = max(programs - evicted, 2)
         parts = splits + evicted
     block_n, block_k, num_stages = (FP32_BLOCKS if dtype == torch.float32 else BLOCKS)[padded]
-    if block_n < triton.cdiv(slots, splits) <= 2 * block_n and dtype != torch.float32 and not hip:
+    if block_n < cdiv(slots, splits) <= 2 * block_n and dtype != torch.float32 and not hip:
         block_n, num_stages = 2 * block_n, 2  # a share in one tile, in the same memory
     tight = packed and not hip and (padded == 256 or dtype == torch.float32)  # no registers for a tile on its way
     if tight or (coded and dtype == torch.float32):

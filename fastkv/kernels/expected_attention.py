@@ -24,7 +24,7 @@ from ..errors import check_groups, check_shape
 from ..rotary import Rotary
 from ._arguments import View
 from ._attention import _dot32, _sum_products
-from ._launch import check_head_dim, check_like, chip_of, num_sms, pow2, stages
+from ._launch import cdiv, check_head_dim, check_like, chip_of, num_sms, pow2, stages
 from ._rotary import Pairing, Turn, _cos_sin, _members
 
 TILES = {64: (32, 16, 4), 128: (32, 16, 4), 256: (32, 32, 8), 512: (16, 32, 8)}  # padded D -> keys, rows of C, warps
@@ -366,10 +366,10 @@ def queries_ahead(
     if pairs not in AHEAD:  # three products of 256 rows: for sm_100 triton 3.7 compiles nothing of them
         return reference.queries_ahead(queries, positions, valid, rotary, horizon, sinks)
     columns, num_warps = (AHEAD_80 if chip_of(queries.device) == "80" else AHEAD)[pairs]
-    tiles, pairing, turn = triton.cdiv(dim // 2, columns), Pairing.of(rotary, dim), Turn.of(positions, rotary)
+    tiles, pairing, turn = cdiv(dim // 2, columns), Pairing.of(rotary, dim), Turn.of(positions, rotary)
     programs = batch * num_heads * tiles
     stretches = max(1, min(2 * num_sms(queries.device) // max(programs, 1), num // STRETCH))
-    each = triton.cdiv(triton.cdiv(num, stretches), ROWS) * ROWS
+    each = cdiv(cdiv(num, stretches), ROWS) * ROWS
     covariance = torch.empty(batch, num_heads, dim, dim, dtype=torch.float32, device=queries.device)
     mean = torch.empty(batch, num_heads, 1, dim, dtype=torch.float32, device=queries.device)
     count = torch.empty(batch, 1, 1, dtype=torch.int64, device=queries.device)
@@ -380,7 +380,7 @@ def queries_ahead(
         View.of(queries), valid.view(torch.uint8), turn, sums, num, candidates, each, sinks, TILE=tile,
         num_warps=num_warps, num_stages=1,
     )  # fmt: skip
-    _turn_kernel[batch * num_heads, triton.cdiv(dim // 2, 16)](
+    _turn_kernel[batch * num_heads, cdiv(dim // 2, 16)](
         sums, turn, mean, covariance, count, stretches, horizon, TILE=tile._replace(COLUMNS=16),
         num_warps=8 if pairs > 64 else 4,
     )  # fmt: skip
@@ -410,13 +410,13 @@ def expected_attention(
         lengths, sums, mask = torch.empty_like(found), logits.new_empty(batch, num_heads, 2), valid.view(torch.uint8)
         padded = pow2(dim, 64)
         some, rows, num_warps = TILES[padded]
-        _logit_kernel[triton.cdiv(num, some), batch * num_heads](
+        _logit_kernel[cdiv(num, some), batch * num_heads](
             View.of(keys), View.of(values), mask, mean, covariance, logits, lengths, scale, num,
             TILE=Tile(heads, groups, dim, padded, values.shape[-1], some, rows), num_warps=num_warps,
             num_stages=stages(2),
         )  # fmt: skip
         _sum_kernel[(batch * num_heads,)](logits, sums, num, G=groups, BLOCK=BLOCK)
-        _weight_kernel[batch * heads, triton.cdiv(num, KEYS)](
+        _weight_kernel[batch * heads, cdiv(num, KEYS)](
             logits, sums, lengths, count, memory, mask, found, epsilon, num, HEADS=heads, G=groups, BLOCK=KEYS
         )
     return found

@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import reference
 from ..rotary import Rotary
 from ._arguments import View
-from ._launch import check_head_dim, check_like, pow2
+from ._launch import cdiv, check_head_dim, check_like, pow2
 from ._rotary import Pairing, Turn, _turned_back
 
 BLOCK_N = {16: 128, 32: 128, 64: 128, 128: 64, 256: 32, 512: 16}  # rows per tile, by padded head_dim
@@ -167,9 +167,9 @@ def _scores(
         order, lengths, mask = mask.logical_not().to(torch.uint8).argsort(dim=-1, stable=True), mask.sum(-1), None
     width = pow2(dim, 16)
     block = BLOCK_N[width] // (1 if rotary is None else 2)  # turning takes registers
-    rows = triton.cdiv(max(LEAST_ROWS, triton.cdiv(window, MAX_SPLITS)), block) * block
-    splits = triton.cdiv(window, rows)
-    grid = (triton.cdiv(num, window) * splits, batch * heads)
+    rows = cdiv(max(LEAST_ROWS, cdiv(window, MAX_SPLITS)), block) * block
+    splits = cdiv(window, rows)
+    grid = (cdiv(num, window) * splits, batch * heads)
     sums = torch.empty(grid[1], grid[0], width, dtype=torch.float32, device=keys.device)
     counts = torch.empty(grid[1], grid[0], dtype=torch.int32, device=keys.device)
     known = Real(order, lengths, None if mask is None else mask.view(torch.uint8))

@@ -25,7 +25,7 @@ from ..errors import FastKVError
 from ..reference.geometry import RIDGE
 from ._arguments import View
 from ._attention import _dot, _dot32
-from ._launch import check_head_dim, check_like, on_hip, pow2, stages
+from ._launch import cdiv, check_head_dim, check_like, on_hip, pow2, stages
 
 WARPS, WARPS_HIP = 8, 4  # other numbers spill: an fp32 dot is six partial products
 LEAST_ROWS = 512  # of a split
@@ -194,8 +194,8 @@ def sketched_leverage(
     if not scores.numel():
         return scores
     tile, warps = 16 if on_hip() and width == 256 else 32, WARPS_HIP if on_hip() else WARPS  # AMD spills with 32 of 256
-    rows = triton.cdiv(max(LEAST_ROWS, triton.cdiv(num, MAX_SPLITS)), tile) * tile
-    splits = triton.cdiv(num, rows)
+    rows = cdiv(max(LEAST_ROWS, cdiv(num, MAX_SPLITS)), tile) * tile
+    splits = cdiv(num, rows)
     grams = torch.empty(batch, heads, splits, size, size, dtype=torch.float32, device=keys.device)
     means = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=keys.device)
     counts = torch.empty(batch, heads, splits, dtype=torch.int32, device=keys.device)

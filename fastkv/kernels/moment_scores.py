@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import check_shape
 from ..reference import Moments
 from ._attention import _dot, _dot32
-from ._launch import check_contiguous, check_head_dim, pow2, stages
+from ._launch import cdiv, check_contiguous, check_head_dim, pow2, stages
 
 BLOCKS = {
     64: (64, 32, 4),
@@ -82,7 +82,7 @@ def moment_scores(attention: Tensor | None, keys: Tensor, values: Tensor, moment
     exact = torch.float32 in (keys.dtype, None if matrix is None else matrix.dtype)
     padded = pow2(dim, 64)
     block_n, block_k, num_warps = (FP32_BLOCKS if exact else BLOCKS)[padded]
-    _moment_scores_kernel[batch * heads, triton.cdiv(slots, block_n)](
+    _moment_scores_kernel[batch * heads, cdiv(slots, block_n)](
         attention, keys, values, value_mean, matrix, count, out, slots, scale,
         D=dim, BLOCK_D=padded, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps, num_stages=stages(3),
     )  # fmt: skip

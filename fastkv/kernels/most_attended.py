@@ -14,7 +14,7 @@ from torch import Tensor
 from ..reference import check_most_attended
 from ._arguments import Scaling, View
 from ._attention import LOG2E, _dot, _logits2
-from ._launch import check_head_dim, pow2, stages
+from ._launch import cdiv, check_head_dim, pow2, stages
 from .noncausal_mass import Tile
 
 # padded head_dim: (rows, columns, warps)
@@ -56,7 +56,7 @@ def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: f
     most = torch.zeros(batch, heads, num, dtype=torch.float32, device=q.device)
     if most.numel() and lse.numel():
         rows, columns, warps = TILES[pow2(dim, 16)]
-        _most_attended_kernel[(triton.cdiv(num, columns), batch * heads)](
+        _most_attended_kernel[(cdiv(num, columns), batch * heads)](
             View.of(q), View.of(keys), (lse.float() * LOG2E.value).contiguous(), most, Scaling(scale, softcap),
             q.shape[2], num, TILE=Tile(heads, groups, dim, pow2(dim, 16), rows, columns), num_warps=warps,
             num_stages=stages(2),

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..errors import FastKVError, check_groups, check_shape
 from ._arguments import Scaling, View
 from ._attention import LOG2E, _add_sink, _dot, _logits2
-from ._launch import check_head_dim, check_like, on_hip, pow2, stages
+from ._launch import cdiv, check_head_dim, check_like, on_hip, pow2, stages
 
 ON_CHIP = 256  # largest chunk of the single pass
 # padded head_dim: (query rows, warps) of the single pass; its columns are the chunk
@@ -175,7 +175,7 @@ def noncausal_attention_mass(
     block, chunk = pow2(chunk, 16), min(chunk, num)
     width = pow2(dim, 16)
     inputs, numbers = (View.of(q), View.of(keys), order, count), (Scaling(scale, softcap), num, chunk)
-    chunks, pairs = triton.cdiv(num, chunk), batch * heads
+    chunks, pairs = cdiv(num, chunk), batch * heads
     (rows, columns, warps), lse = DOUBLE[width], None
     # Elements of keys in shared memory beside the queries: AMD has 64 KiB, fp32 needs copies.
     if block <= ON_CHIP and block * width <= (16 if on_hip() or q.element_size() == 4 else 64) << 10:
@@ -184,7 +184,7 @@ def noncausal_attention_mass(
         lse = torch.empty(batch, num_heads, num, dtype=torch.float32, device=q.device)
     flags = {"TILE": Tile(heads, groups, dim, width, rows, columns), "num_warps": warps, "num_stages": stages(2)}
     if lse is not None:
-        _lse_kernel[(chunks * triton.cdiv(chunk, rows), pairs, groups)](*inputs, lse, sink_logits, *numbers, **flags)
-    grid = chunks * triton.cdiv(chunk, columns), pairs
+        _lse_kernel[(chunks * cdiv(chunk, rows), pairs, groups)](*inputs, lse, sink_logits, *numbers, **flags)
+    grid = chunks * cdiv(chunk, columns), pairs
     _column_kernel[grid](*inputs, lse, mass, sink_logits, *numbers, **flags)
     return mass

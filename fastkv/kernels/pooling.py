@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import reference
 from ..reference import check_pool
-from ._launch import check_like
+from ._launch import cdiv, check_like
 from .slot_signals import in_order
 
 ROWS = 64  # candidates of a program
@@ -56,7 +56,7 @@ def _pooled(scores: Tensor, positions: Tensor, valid: Tensor, pool: int, chunk: 
     order, counts = in_order(positions, valid)
     out = torch.empty_like(scores)
     if out.numel():
-        _pool_kernel[counts.numel(), triton.cdiv(valid.shape[2], ROWS)](
+        _pool_kernel[counts.numel(), cdiv(valid.shape[2], ROWS)](
             scores, positions if chunk else None, order, counts, out, valid.shape[2], POOL=pool, CHUNK=chunk or 1,
             ROWS=ROWS,
         )  # fmt: skip

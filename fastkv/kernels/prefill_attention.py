@@ -52,6 +52,7 @@ from ._evicted import CENTROIDS, Terms, _dot_terms, _seed
 from ._flash import _add_attended, attend_itself, serves
 from ._launch import (
     addressed,
+    cdiv,
     check_contiguous,
     check_head_dim,
     check_like,
@@ -527,7 +528,7 @@ def prefill_attention(
         min(tile.slice or width, width), has_slope, 1 if starts is None else 16,
     )  # fmt: skip
     held = Held(slots * sizes.UNIT, None if known.num is None else known.num * sizes.UNIT)
-    _prefill_kernel[(triton.cdiv(num * groups, tile.rows), batch * heads)](
+    _prefill_kernel[(cdiv(num * groups, tile.rows), batch * heads)](
         View.of(q), View.of(k), View.of(v), valid.view(torch.uint8), attend_itself(q, k, v, valid, spec),
         StatePointers(keys, values, scales[0], scales[1], bias, lengths_ptr=lengths, starts_ptr=starts), pointers,
         state.sink_logits, ResultPointers(out, lse, lse_evicted), Scaling(spec.scale, softcap), state.rows, page, num,

@@ -36,6 +36,7 @@ from ..reference.centroids import BLOCK, COARSE, FINE, MEDIUM, ROOMY, SETTLED, S
 from ._arguments import EvictedPointers, View
 from ._attention import _barrier, _dot, _home, _page, _sum_products
 from ._launch import (
+    cdiv,
     check_centroids,
     check_head_dim,
     check_like,
@@ -614,7 +615,7 @@ def room_size(rows: int, dim: int, value_dim: int) -> int:
 
 def working_rows(num: int, most: int) -> int:
     """Rows of a working set of `num` centroids and at most `most` tokens."""
-    return triton.cdiv(num + most, 16) * 16
+    return cdiv(num + most, 16) * 16
 
 
 def _warps(dim: int, lanes: int, hip: bool) -> int:
@@ -652,7 +653,7 @@ def remember(
         _join_blocks(new, index, gone, parts, known, where, min(most, num))
         return
     rows = working_rows(parts.num, most)
-    tile = Tile.of(heads, dim, value_dim, pow2(triton.cdiv(parts.num + most, 2), 32), most)
+    tile = Tile.of(heads, dim, value_dim, pow2(cdiv(parts.num + most, 2), 32), most)
     room = torch.empty(batch * heads * room_size(rows, dim, value_dim), dtype=torch.float32, device=keys.device)
     _few_kernel[(batch * heads,)](
         *new, Leaving(positions, valid.view(torch.uint8), kept.view(torch.uint8)), *positions.stride()[:2], known, room,
@@ -671,14 +672,14 @@ def _join_blocks(
     """
     _, heads, num, dim = parts.keys.shape
     value_dim, pairs = parts.values.shape[-1], gone.numel()
-    settling = Tile.of(heads, dim, value_dim, pow2(triton.cdiv(TOGETHER, 2)))
+    settling = Tile.of(heads, dim, value_dim, pow2(cdiv(TOGETHER, 2)))
     tile = settling._replace(RECEIVERS=8) if min(dim, value_dim) >= 128 else settling
     movers = 64 if chip_of(gone.device) == "90" else 32  # on sm_90 tiles that four warps multiply at once
     asking = tile._replace(MOVERS=movers, PARTNERS=64)
     rows = working_rows(num, min(most, BLOCK))
     room = torch.empty(pairs * room_size(rows, dim, value_dim), dtype=torch.float32, device=gone.device)
     launch = {"num_warps": _warps(max(dim, value_dim), 0, on_hip()), "num_stages": stages(2)}
-    slices = triton.cdiv(dim, tile.SLICE) + triton.cdiv(value_dim, tile.SLICE)
+    slices = cdiv(dim, tile.SLICE) + cdiv(value_dim, tile.SLICE)
     for first in range(0, most, BLOCK):
         now = min(BLOCK, most - first)
         total, half = num + now, 0
@@ -686,12 +687,12 @@ def _join_blocks(
             *new, index, gone, known, room, *where, first, now, num, rows, index.stride(1),
             TILE=tile._replace(LANES=tile.SCAN), **launch,
         )  # fmt: skip
-        _place_kernel[pairs, triton.cdiv(total, tile.RECEIVERS)](gone, room, first, now, num, rows, TILE=tile, **launch)
+        _place_kernel[pairs, cdiv(total, tile.RECEIVERS)](gone, room, first, now, num, rows, TILE=tile, **launch)
         while total > max(num, TOGETHER):
             movers, partners = (total + 1 - half) // 2, (total + half) // 2
-            lanes = pow2(triton.cdiv(SETTLED if total <= SETTLED else num + BLOCK, 2))  # two compilations
-            _offer_kernel[pairs, triton.cdiv(movers, asking.MOVERS)](room, num, rows, half, TILE=asking, **launch)
-            _receive_kernel[pairs, triton.cdiv(partners, tile.RECEIVERS)](
+            lanes = pow2(cdiv(SETTLED if total <= SETTLED else num + BLOCK, 2))  # two compilations
+            _offer_kernel[pairs, cdiv(movers, asking.MOVERS)](room, num, rows, half, TILE=asking, **launch)
+            _receive_kernel[pairs, cdiv(partners, tile.RECEIVERS)](
                 room, num, rows, half, TILE=tile._replace(LANES=lanes), num_warps=_warps(dim, lanes, on_hip()),
                 num_stages=stages(2),
             )  # fmt: skip

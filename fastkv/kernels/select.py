@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..reference import Selection
 from ._attention import _barrier
-from ._launch import check_like, chip_of, on_hip
+from ._launch import cdiv, check_like, chip_of, on_hip
 
 FEWER = {2048: 8, 4096: 16}  # with 8192, triton 3.7 spills on gfx942 and 3.9 on sm_80
 # By chip and candidates held in registers: few tiles, so that lengths share them.
@@ -173,7 +173,7 @@ def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, 
     block = next((tile for tile in tiles if num <= tile), max(tiles))
     scratch = None
     if num > block:
-        room = triton.cdiv(num, block) * block
+        room = cdiv(num, block) * block
         scratch = torch.empty(2 * batch * heads * room, dtype=torch.int32, device=scores.device)
     if isinstance(tokens, Tensor):
         tokens = tokens.contiguous()

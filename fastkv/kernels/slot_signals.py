@@ -20,7 +20,7 @@ from ..errors import check_shape
 from ..reference import LayerState, Spec
 from ._arguments import StatePointers
 from ._attention import _home, _page
-from ._launch import check_like, check_rows
+from ._launch import cdiv, check_like, check_rows
 
 BLOCK = 1024
 SLOTS, CANDIDATES = 64, 64  # compared at once
@@ -71,7 +71,7 @@ def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tens
     known = positions if exact.attention is not None else positions[:0, 0, 0]
     attention, queried = (torch.empty_like(known, dtype=torch.float32) for _ in range(2))
     if num and batch:
-        _slot_kernel[batch * heads, triton.cdiv(num, BLOCK)](
+        _slot_kernel[batch * heads, cdiv(num, BLOCK)](
             positions, pointers, valid.view(torch.uint8), guard.view(torch.uint8), attention,
             queried, state.rows, page, num, spec.sinks, spec.recent, spec.spare, HEADS=heads, BLOCK=BLOCK,
         )  # fmt: skip
@@ -138,6 +138,6 @@ def in_order(positions: Tensor, chosen: Tensor, but: Tensor | None = None) -> tu
         return keys.argsort(dim=-1, stable=True), counts
     order = torch.empty_like(positions, dtype=torch.int64)
     if counts.numel():
-        grid = counts.numel(), max(triton.cdiv(num, SLOTS), 1)
+        grid = counts.numel(), max(cdiv(num, SLOTS), 1)
         _rank_kernel[grid](*given, order, counts, num, SLOTS=SLOTS, CANDIDATES=CANDIDATES)
     return order, counts

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..errors import FastKVError, check_groups, check_shape
 from ._arguments import Scaling, View
 from ._attention import LOG2E, _add_sink, _bias2, _dot, _logits2
-from ._launch import check_head_dim, check_like, pow2, stages
+from ._launch import cdiv, check_head_dim, check_like, pow2, stages
 from .blocks import SCAN, _of_rank, _real_before
 from .noncausal_mass import Tile
 
@@ -221,10 +221,10 @@ def observed_attention(
     watched, width = num if window is None else min(window, num), pow2(dim, 16)
     tile, warps, depth = BLOCKS[width]
     rows = min(MAX_ROWS, pow2(watched * groups, 16))
-    tiles = triton.cdiv(watched * groups, rows)
+    tiles = cdiv(watched * groups, rows)
     most = max(MAX_SPLITS // tiles, 1)
-    split = triton.cdiv(max(LEAST_KEYS, triton.cdiv(length, most)), tile) * tile
-    splits = triton.cdiv(length, split)
+    split = cdiv(max(LEAST_KEYS, cdiv(length, most)), tile) * tile
+    splits = cdiv(length, split)
     tops, totals = torch.empty(2, batch, heads, splits, watched * groups, dtype=torch.float32, device=q.device)
     tokens = torch.empty(batch, watched, dtype=torch.int32, device=q.device)
     parts = Parts(tops, totals, tokens, queried)
@@ -232,5 +232,5 @@ def observed_attention(
     numbers, sizes = (Scaling(scale, softcap), watched, num, length), Tile(heads, groups, dim, width, rows, tile)
     launch = {"TILE": sizes, "num_warps": warps, "num_stages": stages(depth)}
     _lse_kernel[(tiles, splits, batch * heads)](*inputs, *numbers, split, **launch)
-    _column_kernel[(triton.cdiv(length, tile), batch * heads)](*inputs, scores, *numbers, splits, **launch)
+    _column_kernel[(cdiv(length, tile), batch * heads)](*inputs, scores, *numbers, splits, **launch)
     return scores, queried

@@ -281,17 +281,20 @@ def by_keyword(function: Callable[..., Result]) -> Callable[..., Result]:
     """A function of the reference as the backend has it that one more argument names, `backend="auto"`."""
     signature = inspect.signature(function)
     backend = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default="auto", annotation="str")
-    extended = signature.replace(parameters=[*signature.parameters.values(), backend])
+    names = tuple(signature.parameters)
+    defaults = {name: one.default for name, one in signature.parameters.items() if one.default is not one.empty}
 
     @functools.wraps(function)
-    def run(*arguments: Any, **options: Any) -> Result:
-        bound = extended.bind(*arguments, **options)
-        bound.apply_defaults()
-        device = next(one.device for one in bound.arguments.values() if isinstance(one, Tensor))
-        chosen: Callable[..., Result] = implementation(function.__name__, bound.arguments.pop("backend"), device.type)
-        return chosen(*bound.args, **bound.kwargs)
+    def run(*arguments: Any, backend: str = "auto", **options: Any) -> Result:
+        told = dict(zip(names, arguments)) | options
+        given = defaults | told
+        if len(told) < len(arguments) + len(options) or given.keys() != set(names):
+            signature.bind(*arguments, **options)  # raises: it says what is wrong, but takes as long as a kernel
+        device = next(one.device for one in given.values() if isinstance(one, Tensor))
+        chosen: Callable[..., Result] = implementation(function.__name__, backend, device.type)
+        return chosen(**given)
 
-    run.__signature__ = extended  # type: ignore[attr-defined]
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), backend])  # type: ignore[attr-defined]
     run.__annotations__ = {**function.__annotations__, "backend": "str"}
     return run
 
