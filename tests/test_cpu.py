@@ -325,11 +325,26 @@ def test_what_queries_to_come_are_expected_to_read(batch, heads, groups, old, nu
 
 
 @CASES
+@given(*[st.integers(1, most) for most in (2, 3, 60)], *[st.booleans() for _ in range(3)], st.integers(0, 999))
+def test_what_says_that_a_token_is_needed(batch, heads, num, expected, read, flat, seed):
+    """Of some nothing is known; what is no token is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    valid = torch.rand(batch, heads, num, generator=generator) < 0.9
+    rows = torch.rand(3, batch, heads, num, generator=generator)
+    rows[1:][torch.rand(2, batch, heads, num, generator=generator) < 0.2] = 0
+    rows = (rows * (1e-5 if flat else 1) + flat).where(valid, torch.nan)
+    given = rows[0], rows[1] if expected else None, rows[2] if read else None
+    want = reference.needed_scores(*(None if one is None else one.double() for one in given), valid)
+    torch.testing.assert_close(ops.needed_scores(*given, valid).double(), want.nan_to_num(), rtol=1e-4, atol=1e-5)
+
+
+@CASES
 @given(st.integers(1, 3), st.integers(1, 60), st.integers(0, 9), st.integers(0, 999))
 def test_a_choice_of_which_few_leave(heads, num, spare, seed):
-    """With equal scores, candidates that are no tokens, and protected ones."""
+    """With equal scores, some no numbers or without bounds, candidates that are no tokens, and protected ones."""
     generator = torch.Generator().manual_seed(seed)
-    scores = torch.randint(0, 4, (2, heads, num), generator=generator).float()
+    levels = torch.tensor([0.0, -0.0, 1.5, -2.0, torch.nan, torch.inf, -torch.inf, torch.finfo(torch.float32).max])
+    scores = levels[torch.randint(0, 8, (2, heads, num), generator=generator)]
     positions = torch.rand(2, heads, num, generator=generator).argsort(-1).to(torch.int32)
     valid, guard = (torch.rand(2, heads, num, generator=generator) < share for share in (0.9, 0.2))
     tokens = (num - spare - torch.randint(0, 3, (2, heads), generator=generator)).clamp(min=0)
@@ -338,9 +353,9 @@ def test_a_choice_of_which_few_leave(heads, num, spare, seed):
         found = getattr(ops, choose)(scores, positions, valid, guard, number)
         assert torch.equal(found.kept, want.kept) and torch.equal(found.counts, want.counts)
     gone = valid & ~want.kept
-    index, ordered = cpu.gone_first(positions, gone, num), reference.in_order(positions, gone)
-    assert torch.equal(gone.gather(-1, index).sum(-1), gone.sum(-1))
-    assert torch.equal(index[gone.gather(-1, index)], ordered[gone.gather(-1, ordered)])
+    (index, inside), ordered = cpu.gone_first(positions, valid, want.kept, num), reference.in_order(positions, gone)
+    assert torch.equal(inside.sum(-1), gone.sum(-1))
+    assert torch.equal(index[inside], ordered[gone.gather(-1, ordered)])
 
 
 JOINS = compiled.library("joins")

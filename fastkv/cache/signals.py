@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -13,16 +15,13 @@ from ..reference import LayerState, joined
 from . import key_only
 from .layout import LayerConfig
 
-Tokens = tuple[Tensor, Tensor, Tensor]
-
 
 def candidates(state: LayerState, k: Tensor, v: Tensor, valid: Tensor, rule: LayerConfig) -> tuple[Signals, Tensor]:
     """The tokens in the slots, then those of a block, k, v [B, Hkv, T, D] and valid [B, T], and
     which of them no policy may evict, [B, Hkv, N] bool.
     """
     exact, spec = state.exact, rule.spec
-    stored, memory = _stored(state, rule), _memory(state, rule)
-    keys, values, positions = (joined(*same) for same in zip(*stored))
+    keys, values, positions, memory = _stored(state, rule)
     slots, block = (keys, values, positions, memory, exact.lengths), (k, v, valid, state.seen)
     made = ops.candidates(*slots, *block, spec.sinks, spec.recent, backend=spec.backend)
     keys, values, positions, real, guard, memory = made
@@ -38,11 +37,9 @@ def of_slots(state: LayerState, copied: LayerState, rule: LayerConfig) -> tuple[
 
     Args: copied: the state itself or, where the batch lives in chosen rows of it, a copy of what policies read there.
     """
-    stored = _stored(copied, rule)
-    positions = joined(*(part[2] for part in stored))
-    valid, guard, attention, queried = ops.slot_signals(positions, state, rule.spec)
-    tokens = joined(*(part[0] for part in stored)), joined(*(part[1] for part in stored)), positions
-    signals = _signals(copied, tokens, valid, _memory(copied, rule), rule, decoding=True)
+    *tokens, memory = _stored(copied, rule)
+    valid, guard, attention, queried = ops.slot_signals(tokens[2], state, rule.spec)
+    signals = _signals(copied, tokens, valid, memory, rule, decoding=True)
     if rule.layout.attention and rule.plan.kv_sharers:
         looks = 1 + rule.plan.kv_sharers  # at every token: each layer that shares the keys has queries of its own
         attention, queried = attention / looks, queried * looks
@@ -51,23 +48,22 @@ def of_slots(state: LayerState, copied: LayerState, rule: LayerConfig) -> tuple[
     return signals, guard
 
 
-def _stored(state: LayerState, rule: LayerConfig) -> list[Tokens]:
-    """Keys and values in the model's dtype and positions in the slots of each tier."""
-    approx, (keys, values, positions) = state.approx, state.exact.read("keys", "values", "positions")
-    stored = [(keys, values, positions)]
-    if approx is not None:  # whose values are recovered
-        keys, positions = approx["keys"], approx["positions"]
-        stored.append((keys, key_only.estimated(keys, positions, rule).to(values.dtype), positions))
-    return stored
-
-
-def _memory(state: LayerState, rule: LayerConfig) -> Tensor | None:
-    """What the policy has stored with the tokens in the slots of each tier; None if it stores nothing."""
-    return joined(*(slots["memory"] for slots in state.tiers.values())) if rule.layout.memory else None
+def _stored(state: LayerState, rule: LayerConfig) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Of the slots of all tiers: keys and values in the model's dtype, positions, and what the policy has stored with
+    them, None if it stores nothing.
+    """
+    more = ("memory",) if rule.layout.memory else ()
+    stored = [state.exact.read("keys", "values", "positions", *more)]
+    if state.approx is not None:  # whose values are recovered
+        keys, positions, *known = state.approx.read("keys", "positions", *more, dtype=torch.float32)
+        values = key_only.estimated(keys, positions, rule).to(stored[0][1].dtype)
+        stored.append([keys, values, positions, *known])
+    keys, values, positions, *known = (joined(*same) for same in zip(*stored))
+    return keys, values, positions, known[0] if known else None
 
 
 def _signals(
-    state: LayerState, tokens: Tokens, valid: Tensor, memory: Tensor | None, rule: LayerConfig, decoding: bool
+    state: LayerState, tokens: Sequence[Tensor], valid: Tensor, memory: Tensor | None, rule: LayerConfig, decoding: bool
 ) -> Signals:
     """What every policy is told of tokens: keys, values and positions, which are real, and what it stored with them."""
     spec, (keys, values, positions) = rule.spec, tokens

@@ -85,3 +85,9 @@ def structs(name: str) -> SimpleNamespace:
 def call(name: str, function: str, given: ctypes.Structure) -> None:
     """A function of NAME.cpp, whose only argument is where `given` lies."""
     getattr(library(name), function)(ctypes.byref(given))
+
+
+def run(name: str, function: str, struct: str, *given: Any) -> None:
+    """`call` with a struct of NAME.cpp that is made of numbers and of tensors, each in one piece."""
+    fields = (one.data_ptr() if isinstance(one, torch.Tensor) else one for one in given)
+    call(name, function, getattr(structs(name), struct)(*fields))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import cpu, reference
-from ..errors import check_groups
+from ..errors import check_groups, check_shape
 from ..reference import Centroids, LayerState, Moments, Selection, Spec, centroids, merge_partials
 from ..reference.scores import EPSILON, queries_of, times_length, turned_ahead
 from ..rotary import Rotary
@@ -170,10 +170,8 @@ def keydiff_scores(
     turn = None if rotary is None or positions is None else rotary.turn(positions)
     rows, out = keys.float().contiguous(), torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
     valid = torch.ones_like(out, dtype=torch.bool) if mask is None else mask.contiguous()
-    tensors = rows, *(turn or (None, None)), valid, out
     sizes = out[..., 0].numel(), *rows.shape[2:], anchor == "normalized_mean", torch.get_num_threads(), EPSILON
-    pointers = (None if one is None else one.data_ptr() for one in tensors)
-    cpu.call("key_scores", "unlike", cpu.structs("key_scores").Unlike(*pointers, *sizes))
+    cpu.run("key_scores", "unlike", "Unlike", rows, *(turn or (None, None)), valid, out, *sizes)
     return out
 
 
@@ -190,9 +188,7 @@ def queries_ahead(
     turn = (part / rotary.scaling for part in rotary.turn(places)) if turned else (None, None)
     mean, covariance = rows.new_empty(batch, heads, 1, dim), rows.new_empty(batch, heads, dim, dim)
     tensors = rows, *turn, real.contiguous(), mean, covariance
-    pointers = (None if one is None else one.data_ptr() for one in tensors)
-    given = cpu.structs("expected").Queries(*pointers, *queries.shape, torch.get_num_threads(), strides)
-    cpu.call("expected", "spread", given)
+    cpu.run("expected", "spread", "Queries", *tensors, *queries.shape, torch.get_num_threads(), strides)
     return *turned_ahead(mean, covariance, rotary, newest, horizon), real.sum(-1, keepdim=True)
 
 
@@ -217,8 +213,7 @@ def expected_attention(
     attention = rows.new_empty(keys.shape[:3])
     tensors = rows, *(one.contiguous() for one in (mean, covariance, valid)), attention
     sizes = batch, heads, groups, *size, torch.get_num_threads()
-    given = cpu.structs("expected").Expected(*(one.data_ptr() for one in tensors), *sizes, strides, scale)
-    cpu.call("expected", "expected", given)
+    cpu.run("expected", "expected", "Expected", *tensors, *sizes, strides, scale)
     return times_length(attention + epsilon, values, count, memory, valid)
 
 
@@ -239,33 +234,52 @@ def manifold_scores(keys: Tensor, window: int | None, metric: str, *, mask: Tens
     return reference.manifold_scores(keys, window, metric, mask=hiding(mask))
 
 
-FEW = 8  # a part of the candidates that is found without sorting all of them
+def needed_scores(unlike: Tensor, expected: Tensor | None, reread: Tensor | None, valid: Tensor) -> Tensor:
+    """`reference.needed_scores`, in one compiled call."""
+    reasons = unlike, expected, reread
+    if not cpu.available("choice") or any(one is not None and one.dtype != torch.float32 for one in reasons):
+        return reference.needed_scores(unlike, expected, reread, valid)
+    out = torch.empty(unlike.shape, dtype=torch.float32, device=unlike.device)
+    tensors = [one if one is None else one.contiguous() for one in (*reasons, valid)]
+    cpu.run("choice", "needed", "Needed", *tensors, out, *heads_of(valid))
+    return out
 
 
 def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, tokens: int | Tensor) -> Selection:
-    """`reference.select`, or `select_each`; where few leave, as between generated tokens, only these are sorted."""
-    excess = (valid.sum(-1) - tokens).clamp(min=0)
-    most = int(excess.max())
-    if FEW * most > scores.shape[-1]:
+    """`reference.select`, or `select_each`, without sorting all."""
+    if not cpu.available("choice") or positions.dtype != torch.int32:
         sorting: Any = reference.select if isinstance(tokens, int) else reference.select_each
         return sorting(scores, positions, valid, protected, tokens)  # type: ignore[no-any-return]
-    rank = reference.ranks(scores, positions, valid, protected)
-    worst = torch.where(valid, rank, torch.iinfo(rank.dtype).min).topk(most, dim=-1).indices
-    stays = valid.gather(-1, worst) & (torch.arange(most, device=worst.device) >= excess[..., None])
-    kept = valid.scatter(-1, worst, stays)
-    return Selection(kept, kept.sum(-1))
+    shape = scores.shape
+    for name, tensor in (("positions", positions), ("valid", valid), ("protected", protected)):
+        check_shape("select", name, tensor, shape)
+    found = Selection(valid.new_empty(shape), positions.new_empty(shape[:-1], dtype=torch.int64))
+    numbers = torch.full_like(found.counts, tokens) if isinstance(tokens, int) else tokens.long()
+    tensors = (one.contiguous() for one in (scores.float(), positions, valid, protected, numbers))
+    cpu.run("choice", "choose", "Choosing", *tensors, *found, *heads_of(valid))
+    return found
 
 
 select_each = select
 
 
-def gone_first(positions: Tensor, gone: Tensor, most: int) -> Tensor:
-    """Indices [B, Hkv, <= most] of the candidates that are `gone`, in order of position, then of others."""
-    most = min(most, int(gone.sum(-1).max()))
-    if FEW * most > gone.shape[-1]:
-        return reference.in_order(positions, gone)[..., :most]
-    few = gone.to(torch.uint8).topk(most, dim=-1, sorted=False).indices
-    return few.gather(-1, reference.in_order(positions.gather(-1, few), gone.gather(-1, few)))
+def gone_first(positions: Tensor, valid: Tensor, kept: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Indices [B, Hkv, most] of the candidates that leave, in order of position, then any; and which are those."""
+    if not cpu.available("choice") or positions.dtype != torch.int32:
+        gone = valid & ~kept
+        index = reference.in_order(positions, gone)[..., :most]
+        return index, gone.gather(-1, index)
+    most = min(most, valid.shape[-1])
+    inside = valid.new_empty(*valid.shape[:-1], most)
+    index = torch.empty_like(inside, dtype=torch.int64)
+    tensors = (one.contiguous() for one in (positions, valid, kept))
+    cpu.run("choice", "order", "Ordering", *tensors, index, inside, most, *heads_of(valid))
+    return index, inside
+
+
+def heads_of(rows: Tensor) -> tuple[int, int, int]:
+    """Of [B, Hkv, N]: B * Hkv, N and how many threads there are."""
+    return rows[..., 0].numel(), rows.shape[-1], torch.get_num_threads()
 
 
 def compact(
@@ -309,10 +323,8 @@ def remember(
     if not isinstance(parts, Centroids) or not ready or not all(one.is_contiguous() for one in parts.tensors()):
         reference.remember(keys, values, positions, valid, kept, most, state, spec)
         return
-    gone = valid & ~kept
-    index = gone_first(positions, gone, most)
-    new_keys, new_values = (reference.rows_at(rows, index) for rows in (keys, values))
-    join(parts, new_keys, new_values, gone.gather(2, index))
+    index, inside = gone_first(positions, valid, kept, most)
+    join(parts, reference.rows_at(keys, index), reference.rows_at(values, index), inside)
 
 
 def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: float | None = None) -> Tensor:
@@ -323,9 +335,7 @@ def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: f
     rows = [rows.float().contiguous() for rows in (q, keys, lse)]
     out = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     sizes = batch, heads, groups, q.shape[2], length, dim, torch.get_num_threads()
-    pointers = (one.data_ptr() for one in (*rows, out))
-    given = cpu.structs("most_attended").MostAttended(*pointers, *sizes, scale, softcap or 0.0)
-    cpu.call("most_attended", "most_attended", given)
+    cpu.run("most_attended", "most_attended", "MostAttended", *rows, out, *sizes, scale, softcap or 0.0)
     return out
 
 
@@ -344,7 +354,4 @@ def join(parts: Centroids, keys: Tensor, values: Tensor, inside: Tensor) -> None
     sizes = parts.count[..., 0].numel(), parts.num, keys.shape[2], keys.shape[-1], values.shape[-1]
     halves = parts.keys.dtype == torch.bfloat16
     constants = (getattr(centroids, name) for name in CONSTANTS)
-    given = cpu.structs("joins").Joining(
-        *(one.data_ptr() for one in tensors), *sizes, halves, torch.get_num_threads(), *constants
-    )
-    cpu.call("joins", "join_centroids", given)
+    cpu.run("joins", "join_centroids", "Joining", *tensors, *sizes, halves, torch.get_num_threads(), *constants)

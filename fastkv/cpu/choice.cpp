@@ -1,0 +1,121 @@
+// Which tokens stay, on a CPU: `needed_scores`, `select_each` and the order in which tokens leave, as in the reference.
+// Between generated tokens there are few of them, and an operator of torch costs more than what it does.
+
+extern "C" {
+
+// All [places, number]: unlike, expected and read, the last two or none; valid; out.
+struct Needed {
+    const float *unlike, *expected, *read;
+    const uint8_t* valid;
+    float* out;
+    int64_t places, number, threads;
+};
+
+// scores, positions, valid, guard, kept [places, number]; tokens, counts [places].
+struct Choosing {
+    const float* scores;
+    const int32_t* positions;
+    const uint8_t *valid, *guard;
+    const int64_t* tokens;
+    uint8_t* kept;
+    int64_t *counts, places, number, threads;
+};
+
+// positions, valid, kept [places, number]; index, inside [places, most].
+struct Ordering {
+    const int32_t* positions;
+    const uint8_t *valid, *kept;
+    int64_t* index;
+    uint8_t* inside;
+    int64_t most, places, number, threads;
+};
+}
+
+namespace {
+
+constexpr int64_t WORTH = 1 << 13;  // tokens from which on threads are started
+
+// out += the z-scores of a head's numbers, or, of what is expected, of their logarithms. Where `known`, 0 is nothing
+// known, and counts as the mean of the others.
+void add_z_scores(const float* row, bool known, bool logs, const uint8_t* valid, int64_t number, float* out) {
+    std::vector<double> scores(number);
+    double sum = 0, squares = 0;
+    int64_t count = 0, tokens = 0;
+    for (int64_t n = 0; n < number; ++n) {
+        tokens += valid[n];
+        if (!valid[n] || (known && !(row[n] > 0))) continue;
+        sum += scores[n] = logs ? __builtin_logf(row[n]) : row[n];
+        ++count;
+    }
+    const double mean = sum / std::max<int64_t>(count, 1);
+    for (int64_t n = 0; n < number; ++n) {
+        scores[n] = valid[n] && !(known && !(row[n] > 0)) ? scores[n] - mean : 0;
+        squares += scores[n] * scores[n];
+    }
+    const double deviation = __builtin_sqrt(squares / std::max<int64_t>(tokens, 1));
+    if (deviation <= 1e-3 * __builtin_fabs(mean)) return;
+    for (int64_t n = 0; n < number; ++n) out[n] += float(scores[n] / deviation);
+}
+
+struct Rank {
+    int64_t rank, index;
+    bool operator<(const Rank& other) const { return rank != other.rank ? rank < other.rank : index < other.index; }
+};
+
+// Ascends in the order in which tokens stay: protected ones, then those of higher score, then of lower position.
+int64_t rank_of(float score, int32_t position, bool guarded) {
+    score = score >= -__FLT_MAX__ ? std::min(score, __FLT_MAX__) + 0.0f : -__FLT_MAX__;  // NaN is the lowest
+    const int64_t bits = bits_of(score), ascending = bits ^ (bits < 0 ? 0x7FFFFFFF : 0);
+    return position - ascending * (int64_t(1) << 30) - (guarded ? int64_t(1) << 62 : 0);
+}
+
+void choose_of(const Choosing& all, int64_t place) {
+    const int64_t start = place * all.number;
+    std::vector<Rank> ranks;
+    ranks.reserve(all.number);
+    for (int64_t n = start; n < start + all.number; ++n)
+        if (all.valid[n]) ranks.push_back({rank_of(all.scores[n], all.positions[n], all.guard[n]), n});
+    const int64_t stay = std::clamp<int64_t>(all.tokens[place], 0, ranks.size());
+    if (stay < int64_t(ranks.size())) std::nth_element(ranks.begin(), ranks.begin() + stay, ranks.end());
+    std::fill_n(all.kept + start, all.number, 0);
+    for (int64_t one = 0; one < stay; ++one) all.kept[ranks[one].index] = 1;
+    all.counts[place] = stay;
+}
+
+void order_of(const Ordering& all, int64_t place) {
+    const int64_t start = place * all.number;
+    std::vector<Rank> gone;
+    for (int64_t n = 0; n < all.number; ++n)
+        if (all.valid[start + n] && !all.kept[start + n]) gone.push_back({all.positions[start + n], n});
+    std::sort(gone.begin(), gone.end());
+    for (int64_t one = 0; one < all.most; ++one) {
+        all.inside[place * all.most + one] = one < int64_t(gone.size());
+        all.index[place * all.most + one] = one < int64_t(gone.size()) ? gone[one].index : 0;
+    }
+}
+
+}  // namespace
+
+extern "C" void needed(const Needed* all) {
+#pragma omp parallel for num_threads(all->threads) if (all->places * all->number > WORTH)
+    for (int64_t place = 0; place < all->places; ++place) {
+        const int64_t start = place * all->number;
+        std::fill_n(all->out + start, all->number, 0.0f);
+        auto add = [&](const float* rows, bool known, bool logs) {
+            if (rows) add_z_scores(rows + start, known, logs, all->valid + start, all->number, all->out + start);
+        };
+        add(all->unlike, false, false);
+        add(all->expected, true, true);
+        add(all->read, true, false);
+    }
+}
+
+extern "C" void choose(const Choosing* all) {
+#pragma omp parallel for num_threads(all->threads) if (all->places * all->number > WORTH)
+    for (int64_t place = 0; place < all->places; ++place) choose_of(*all, place);
+}
+
+extern "C" void order(const Ordering* all) {
+#pragma omp parallel for num_threads(all->threads) if (all->places * all->number > WORTH)
+    for (int64_t place = 0; place < all->places; ++place) order_of(*all, place);
+}
