@@ -69,6 +69,8 @@ def main(argv=None):
     parser.add_argument("--length", type=int, default=512, help="tokens of a text with facts (default: 512)")
     parser.add_argument("--texts", type=int, default=3, help="number of texts with facts (default: 3)")
     args = parser.parse_args(argv)
+    if min(args.texts, args.words) < 1:
+        parser.error(f"--texts and --words must be at least 1, got {args.texts} and {args.words}")
     model, tokenizer = pretrained.load(args.model)
     prompts = [tokenizer(args.prompt.read_text()).input_ids] if args.prompt else []
     for seed in range(0 if args.prompt else args.texts):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from torch.nn import Module
 
@@ -284,6 +285,21 @@ def forked(cache: Any, num: int) -> Any:
     twin = copy.deepcopy(cache)
     twin.batch_repeat_interleave(num)
     return twin
+
+
+def as_chat(tokenizer: Any, messages: Sequence[tuple[str, str]], opening: bool = True) -> str:
+    """Messages, each of a role and a text, as the tokenizer's chat template has them, with the opening of an answer.
+
+    Raises: FastKVError if the template refuses them.
+    """
+    turns = [{"role": role, "content": text} for role, text in messages]
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=opening))
+    except (TemplateError, TypeError) as error:  # also of what a template does with texts that it expects as lists
+        raise FastKVError(
+            f"the chat template of the tokenizer must take messages of a user as text, got an error ({error}); set "
+            "tokenizer.chat_template = None, or choose another model"
+        ) from error
 
 
 def ends_of(model: Any) -> set[int]:

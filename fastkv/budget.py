@@ -21,6 +21,7 @@ from .errors import FINITE, FastKVError, is_number, is_whole
 HEADS = ("calibrated", "uniform", "adaptive")
 UNITS = {"tokens": int, "keep": float, "bytes": int, "compress": float, "quality": float}
 TIMES = re.compile(r"\d+(\.\d+)?x")
+LARGEST = 2**40  # tokens or bytes of a sequence, at most
 PYRAMID_BETA = 20.0  # PyramidKV (arXiv:2406.02069): the last layer gets 1/beta of the average
 
 
@@ -108,9 +109,12 @@ class Budget:
             )
         for name, least in (("sinks", 0), ("recent", 0), ("tokens", 1), ("bytes", 1), ("context", 1)):
             value = getattr(self, name)
-            if not is_whole(value, least) and (value is not None or least == 0):
+            if value is None and least:
+                continue
+            if not is_whole(value, least) or value > LARGEST:
                 raise FastKVError(
-                    f"Budget {name} must be an integer of at least {least}, got {value!r}; pass a whole number"
+                    f"Budget {name} must be an integer of at least {least} and at most 2^40, got {value!r}; pass a whole "
+                    "number"
                 )
         for name, example in (("keep", "0.25 keeps a quarter"), ("quality", "0.95 loses a twentieth")):
             share = getattr(self, name)

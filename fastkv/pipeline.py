@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, Pipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
-from .api import GREEDY, answers, patch, patched
+from .api import GREEDY, answers, as_chat, patch, patched
 from .errors import FastKVError, is_whole
 from .integrations.transformers.stock import CACHE
 
@@ -34,9 +34,10 @@ class FastKVTextGenerationPipeline(Pipeline):
         policy, budget, and the other arguments of `fastkv.patch`. The model is patched during the call. Without any of
             them the model is used as it is, patched or not.
         max_new_tokens: the most tokens of an answer (default: 50). Decoding is greedy.
-    Arguments of a call:
-        context: text that is read once, instead of a prompt.  question or questions: about the context, which is
-            compressed before it sees them. A tokenizer's chat template puts both into one message.
+        question or questions: about the context, which is compressed before it sees them. A tokenizer's chat template
+            puts both into one message.
+    Argument of a call:
+        context: text that is read once, instead of a prompt.
     Returns: for a prompt {"generated_text"}, which includes the prompt; for a context {"answer"} or {"answers"}.
     Raises: FastKVError for questions without a context or a context without questions, or as `fastkv.patch`.
     """
@@ -54,6 +55,7 @@ class FastKVTextGenerationPipeline(Pipeline):
         if (options.get("batch_size") or self._batch_size or 1) != 1:
             raise FastKVError(f"{TASK} reads one text at a time, got a batch_size; leave it out")
         asked = [name for name in ("question", "questions") if options.get(name) is not None]
+        asked = asked or [*self._preprocess_params]  # those of the pipeline
         if (inputs is None) == (context is None) or len(asked) != (context is not None):
             given = [name for name, one in (("a prompt", inputs), ("a context", context)) if one is not None] + asked
             raise FastKVError(
@@ -93,9 +95,7 @@ class FastKVTextGenerationPipeline(Pipeline):
             before, after = text, ""
             ids, asked = whole(before).input_ids, [f"\n{question}" for question in questions]
         else:
-            message = [{"role": "user", "content": f"{text}\n\n{HERE}"}]
-            shown = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-            before, found, after = shown.rpartition(HERE)
+            before, found, after = as_chat(tokenizer, [("user", f"{text}\n\n{HERE}")]).rpartition(HERE)
             if not found:
                 raise FastKVError(
                     "questions about a context need a chat template that leaves messages as they are, got one that "

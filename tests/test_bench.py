@@ -104,13 +104,21 @@ def test_every_cache_has_its_turn_in_every_round_that_would_be_finished(toy, opt
     assert turns == [*order, *((*one[:3], True) for one in order[:2])]
 
 
-def test_what_does_not_fit_is_left_out(toy, options, cases, monkeypatch):
-    def without_memory(*arguments, **options):
-        raise torch.OutOfMemoryError
+def no_room(*arguments, **options):
+    torch.empty(1 << 60, dtype=torch.uint8)
 
-    monkeypatch.setattr(command, "measured", without_memory)
+
+def test_what_does_not_fit_is_left_out(toy, options, cases, monkeypatch):
+    monkeypatch.setattr(command, "measured", no_room)
     assert not rounds(toy, cases, options, float("inf"), common.console_of(quiet=True))
     assert all(case.left_out == "out of memory" and not case.found for case in cases)
+
+
+def test_no_room_for_the_prompts_is_one_sentence(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "rounds", no_room)
+    assert main(["bench", "--model", MODEL, "--contexts=96", "--out", str(tmp_path / "a" / "b")]) == 2
+    assert capsys.readouterr().err == "fastkv bench: out of memory; ask for less or choose a smaller model\n"
+    assert not [*tmp_path.iterdir()]  # the folders were made
 
 
 def test_table_and_file(capsys, tmp_path, short):

@@ -105,7 +105,7 @@ def test_a_mistake_gives_one_sentence_and_code_2_and_writes_nothing(line, capsys
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1") * 2000)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    before = {path for path in tmp_path.rglob("*") if path.is_file()}
+    before = {*tmp_path.rglob("*")}
     try:
         code = main([command, *GIVEN.get(command, []), *rest] if command else [])
     except SystemExit as stop:
@@ -114,7 +114,7 @@ def test_a_mistake_gives_one_sentence_and_code_2_and_writes_nothing(line, capsys
     assert code == 2
     assert len(told.err.splitlines()) == 1 and told.err.startswith("fastkv") and not told.err.rstrip().endswith(".")
     assert said in told.err
-    assert {path for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert {*tmp_path.rglob("*")} == before
 
 
 def test_interrupted(capsys, monkeypatch):

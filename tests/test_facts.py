@@ -59,7 +59,7 @@ def test_python_brings_texts():
     ("call", "says"),
     [(lambda t: facts.sample(t, 60, 0), "no room"),
      (lambda t: facts.sample(t, 2000, 0, split="all"), "split must be one of"),
-     (lambda t: facts.read("nowhere.txt"), "expected a text at nowhere.txt"),
+     (lambda t: facts.read("nowhere.txt"), "cannot read the text nowhere.txt"),
      (lambda t: facts.stretch(t, "topics", 10**9, random.Random(0)), "expected 1000000000 or more")],
 )  # fmt: skip
 def test_refusals_are_one_sentence(tokenizer, call, says):

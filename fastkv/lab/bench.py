@@ -20,6 +20,7 @@ from rich.console import Console
 from ..config import EVICT_EVERY
 from ..errors import FastKVError
 from . import common
+from .cli import out_of_memory
 from .common import FULL
 from .timing import Compressed, Full, Timed, timed
 
@@ -119,7 +120,9 @@ def rounds(model: Any, cases: Sequence[Case], options: argparse.Namespace, end: 
             try:
                 here = ids[: case.batch, : case.context]
                 case.found.append(measured(model, case.cache, here, options.graphs, warm=bool(case.found)))
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
                 case.left_out = "out of memory"
                 torch.cuda.empty_cache()
             case.took = time.monotonic() - start

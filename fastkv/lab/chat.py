@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from ..api import ends_of, patch
+from ..api import as_chat, ends_of, patch
 from ..errors import FastKVError
 from ..integrations.transformers.cache import FastKVCache
 from ..integrations.transformers.stock import CACHE
@@ -101,16 +101,14 @@ def turn(tokenizer: Any, said: str, first: bool, ended: Collection[str] = ()) ->
     """
     if tokenizer.chat_template is None:
         return said if first else f"\n{said}"
-    applied = partial(tokenizer.apply_chat_template, tokenize=False)
-    message = {"role": "user", "content": said}
+    applied, message = partial(as_chat, tokenizer), ("user", said)
     if first:
-        return str(applied([message], add_generation_prompt=True))
+        return applied([message])
     # Of three turns, the text behind the second answer; an answer of one letter says where it ends.
-    past = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    opening, before = applied(past[:1], add_generation_prompt=True), applied(past)
-    whole = applied([*past, message], add_generation_prompt=True)
+    past = [("user", "?"), ("assistant", "!")]
+    opening, before, whole = applied(past[:1]), applied(past, opening=False), applied([*past, message])
     if not (before.startswith(f"{opening}!") and whole.startswith(before)):
-        return str(applied([message], add_generation_prompt=True))
+        return applied([message])
     closing = before[len(opening) + 1 :]
     closing = next((closing.removeprefix(one) for one in ended if one and closing.startswith(one)), closing)
     return f"{closing}{whole[len(before) :]}"

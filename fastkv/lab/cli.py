@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
@@ -18,7 +19,9 @@ from typing import Any, NoReturn, TypeAlias
 
 from ..errors import FastKVError, check_installed
 
+MADE: list[Path] = []  # folders of this run, those inside first; what is empty at its end goes again
 SHORTEST = 96  # tokens of a text, at least
+LARGEST = 2**32 - 1  # number that an option takes: the largest seed of numpy
 ASK: Any = ("QUESTION", "ANSWER")
 SLOTS = ("auto", "model", "int8", "fp8", "int4", "k8v4")
 COMPARED = ("fastkv", "momentkv", "keydiff", "snapkv", "kvzip", "streaming")
@@ -38,8 +41,10 @@ def reader(kind: Callable[[str], Any], several: bool, least: float | None) -> Ca
             raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}") from None
         if not found:
             raise argparse.ArgumentTypeError("must name at least one, got none; leave it out to use the default")
-        if least is not None and not min(found) >= least:  # nor is what is no number
-            raise argparse.ArgumentTypeError(f"must be at least {least:g}, got {min(found):g}")
+        low = -LARGEST if least is None else least
+        for one in found:
+            if isinstance(one, (int, float)) and not low <= one <= LARGEST:  # nor is what is no number
+                raise argparse.ArgumentTypeError(f"must be at least {low:g} and at most {LARGEST}, got {one}")
         return found if several else found[0]
 
     return parse
@@ -171,7 +176,7 @@ command(
     "shows answers, memory and time, and writes a picture",
     "--text FILE --ask 'Who was captain of the ship?' Ahab --picture ahab.png",
     MODEL,
-    option("--text", "", "topics, library or code of Python, or a file in UTF-8, with --ask", "FILE"),
+    option("--text", str, "topics, library or code of Python, or a file in UTF-8, with --ask", "FILE"),
     option("--ask", [], "a question, and what its answer must contain; may be repeated", ASK, nargs=2, action="append"),
     option("--context", 6400, "tokens that are read, at most", least=SHORTEST),
     option("--budgets", ("4x", "8x", "16x"), "budgets of the smaller caches, as in fastkv.patch", "SIZE"),
@@ -200,7 +205,7 @@ command(
     "--model PATH --out heads.safetensors",
     MODEL,
     out("heads.safetensors", "file to write", "FILE"),
-    option("--text", "", "file to read instead of text that the model generates", "FILE"),
+    option("--text", str, "file to read instead of text that the model generates", "FILE"),
     option("--seed", 0, "seed of the text"),
     module=".fits:run_heads",
 )
@@ -385,6 +390,11 @@ def build_parser() -> Parser:
     return parser
 
 
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether it is about memory; of a CPU's torch says so in words alone."""
+    return any(f"{words} memory" in str(error) for words in ("out of", "can't allocate", "not enough"))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: this process's). Returns the exit code: 2 if fastkv refused."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -410,9 +420,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FastKVError as error:
         print(f"fastkv {words[0]}: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        print(f"fastkv {words[0]}: out of memory; ask for less or choose a smaller model", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"fastkv {words[0]}: interrupted", file=sys.stderr)
         return 130
+    finally:
+        while MADE:
+            with suppress(OSError):
+                MADE.pop(0).rmdir()
     return 0
 
 

@@ -26,11 +26,12 @@ from transformers import DynamicCache
 from .. import __version__, policies
 from ..api import patched
 from ..budget import TIMES, UNITS, Budget
-from ..calibration import replace_file
+from ..calibration import replace_file, weights_digest
 from ..config import EVICT_EVERY
 from ..errors import FastKVError
 from ..integrations.transformers import stock
 from . import pretrained
+from .cli import MADE
 from .cli import SHORTEST as SHORTEST
 from .reading import equal_bytes, full_layers
 
@@ -198,11 +199,13 @@ class Results:
     Attributes: folder.  settings: what results must share to stand in one table.  known: by name of the cache.
     """
 
-    def __init__(self, options: argparse.Namespace, names: str, caches: Sequence[Cache]) -> None:
-        """names: of the options that are settings, beside those of caches. Raises: FastKVError if files have others."""
+    def __init__(self, options: argparse.Namespace, names: str, caches: Sequence[Cache], model: Any) -> None:
+        """names: of the options that are settings, beside those of caches and the weights. Raises: FastKVError if files
+        have others."""
         make_folder(options.out)
         self.folder: Path = options.out
         shared = {name: getattr(options, name) for name in (*names.split(), *SHARED)}
+        shared["weights"] = weights_digest(model)
         self.settings = json.loads(json.dumps(shared, default=str))
         files = {cache.name: self.file(cache) for cache in caches}
         try:
@@ -234,6 +237,7 @@ class Results:
 
 def make_folder(path: Path) -> None:
     """Make the folder of --out. Raises FastKVError if that is not possible, or if nothing can be written there."""
+    MADE.extend(one for one in (path, *path.parents) if not os.path.exists(one))
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK):

@@ -130,7 +130,7 @@ def check(options: argparse.Namespace) -> None:
     for budget in options.budgets:
         if common.to_budget(budget).quality is not None:
             raise FastKVError(f"the demo needs budgets that are known beforehand, got {budget}; give 8x, for example")
-    if options.text and not options.ask:
+    if options.text is not None and not options.ask:
         raise FastKVError(
             f"the demo has no questions about {options.text}, expected --ask QUESTION ANSWER, got none; or leave "
             "--text out"
@@ -144,8 +144,8 @@ def check(options: argparse.Namespace) -> None:
 
 def task_of(tokenizer: Any, options: argparse.Namespace) -> Task:
     """The document and its questions. Raises FastKVError if it is too short, or has no answer in what is read."""
-    name = options.text or TITLE
-    text = tokenizer(facts.read(options.text or str(DOCUMENT)), add_special_tokens=False, verbose=False)["input_ids"]
+    name, source = (TITLE, str(DOCUMENT)) if options.text is None else (options.text,) * 2
+    text = tokenizer(facts.read(source), add_special_tokens=False, verbose=False)["input_ids"]
     head, _ = facts.around(tokenizer, "")
     room = min(options.context - len(head), len(text) - facts.GOES_ON)
     facts.check_tokens(name, len(text), common.SHORTEST + facts.GOES_ON)

@@ -29,6 +29,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+from ..api import as_chat
 from ..errors import FastKVError
 
 SOURCES = ("topics", "library", "code")
@@ -54,11 +55,12 @@ def documents(source: str) -> Iterator[str]:
         yield "\n\n".join(texts)
         return
     path, typed = Path(source), source == "-"
-    inside = (one for one in path.rglob("*") if one.suffix in SUFFIXES and one.is_file())
-    files = [path] if typed or path.is_file() else sorted(inside)
-    if not files:
-        what = f"a folder without {' or '.join(SUFFIXES)} files" if path.is_dir() else "nothing there"
-        raise FastKVError(f"expected a text at {path}, got {what}; name a file, a folder, - or {', '.join(SOURCES)}")
+    files = [path]
+    if not typed and path.is_dir():  # anything else that can be opened is read: a file, a pipe
+        files = sorted(one for one in path.rglob("*") if one.suffix in SUFFIXES and one.is_file())
+    if not source or not files:
+        what = f"a folder without {' or '.join(SUFFIXES)} files" if source else "no name"
+        raise FastKVError(f"expected a text at {source!r}, got {what}; name a file, a folder or {', '.join(SOURCES)}")
     if typed and sys.stdin is None:
         raise FastKVError("expected a text on standard input, got none that is open; name a file")
     for one in files:
@@ -216,8 +218,7 @@ def around(tokenizer: Any, question: str) -> tuple[list[int], list[int]]:
     encode = partial(tokenizer, add_special_tokens=False)
     if tokenizer.chat_template is None:
         return start_of(tokenizer), encode(f"\n\nQuestion: {question}\nAnswer:")["input_ids"]
-    turn = [{"role": "user", "content": f"{MARK}\n\n{question}"}]
-    shown = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    shown = as_chat(tokenizer, [("user", f"{MARK}\n\n{question}")])
     if shown.count(MARK) != 1:
         raise FastKVError(
             "questions about a text need a chat template that has a message once and as it is, got one that has it "

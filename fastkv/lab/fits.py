@@ -125,7 +125,7 @@ def run_heads(options: argparse.Namespace) -> None:
     check_writable(options.out)
     model, tokenizer = common.load(options.model)
     text = None
-    if options.text:
+    if options.text is not None:
         text = tokenizer(facts.read(options.text), return_tensors="pt", verbose=False)["input_ids"]
     total = TEXTS * ROWS * LENGTH if text is None else min(text.shape[1], LONGEST)
     total *= 1 + sees_everything(model)  # each token twice, or once

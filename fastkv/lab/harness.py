@@ -326,7 +326,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise FastKVError(f"--include-path must be a folder with task YAML files, got {options.include_path}")
     names = "model tasks mode question limit num_fewshot metadata batch_size seed model_args include_path"
-    results = common.Results(options, names, common.caches_of(options))
+    common.caches_of(options)
     where, gguf = pretrained.place(options.model)
     metadata = {"pretrained": where, "seed": options.seed, "tokenizer": options.model, **metadata_of(options.metadata)}
     manager = load_tasks(options.tasks, options.include_path, metadata)
@@ -336,6 +336,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     longest = max(lengths) if isinstance(lengths, (list, tuple)) else lengths
     common.check_length("max_seq_lengths", longest, lm.patched, options.model)  # longer ones would be cut
     caches, how = common.caches_of(options, lm.patched), {"mode": options.mode, "question": options.question}
+    results = common.Results(options, names, caches, lm.patched)
     for cache in caches:  # what cannot be used is refused before anything slow
         lm.set_cache(**cache.arguments, **how)
         common.check_first(lm.patched)

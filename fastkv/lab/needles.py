@@ -103,13 +103,15 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[dic
     """
     console = console or common.console_of()
     names = "task question model samples seed lengths depths"
-    results = common.Results(options, names, common.caches_of(options))
+    common.caches_of(options)
     model, tokenizer = common.load(options.model)
+    caches = common.caches_of(options, model)
+    results = common.Results(options, names, caches, model)
     common.check_length("lengths", max(options.lengths), model, options.model)
     for length, depth in product(options.lengths, options.depths):  # texts that cannot be written are refused now
         ruler.generate(options.task, tokenizer, length, options.seed, depth=depth)
     rows, total = [], len(options.lengths) * len(options.depths) * options.samples
-    for cache, advance in common.each(model, common.caches_of(options, model), console, total):
+    for cache, advance in common.each(model, caches, console, total):
         record = results.known.get(cache.name)
         if record is None:
             texts = options.lengths, options.depths, options.samples, options.seed, options.task

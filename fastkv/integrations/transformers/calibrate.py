@@ -227,11 +227,15 @@ def curves(model: Any, ids: Tensor, seed: int, progress: Callable[[int], None], 
 
 def pieces(text: Any, most: int) -> list[Tensor]:
     """A text [N] or [1, N] in pieces [1, T] as long as the model's own, of which the last may be longer; T <= most."""
-    ids = torch.as_tensor(text).reshape(1, -1)[:, :LONGEST]
+    try:
+        ids = torch.as_tensor(text).reshape(1, -1)[:, :LONGEST]
+        got = f"{ids.shape[1]} of {ids.dtype}"
+    except (TypeError, ValueError, RuntimeError):  # of words, of lists of several lengths
+        ids, got = torch.zeros(1, 0), type(text).__name__
     if ids.shape[1] < SHORTEST or ids.is_floating_point():
         raise FastKVError(
-            f"calibrate_heads needs token ids of a text of at least {SHORTEST} tokens, got {ids.shape[1]} of "
-            f"{ids.dtype}; give a longer text, or none for the model's own"
+            f"calibrate_heads needs token ids of a text of at least {SHORTEST} tokens, got {got}; give a longer text "
+            "as tokenizer(text, return_tensors='pt').input_ids, or none for the model's own"
         )
     return list(ids.tensor_split(max(ids.shape[1] // (ROWS * LENGTH), -(-ids.shape[1] // most)), 1))
 
