@@ -113,8 +113,8 @@ class Budget:
                 continue
             if not is_whole(value, least) or value > LARGEST:
                 raise FastKVError(
-                    f"Budget {name} must be an integer of at least {least} and at most 2^40, got {value!r}; pass a whole "
-                    "number"
+                    f"Budget {name} must be an integer of at least {least} and at most 2^40, got {value!r}; pass a "
+                    "whole number"
                 )
         for name, example in (("keep", "0.25 keeps a quarter"), ("quality", "0.95 loses a twentieth")):
             share = getattr(self, name)

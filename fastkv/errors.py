@@ -37,6 +37,11 @@ def is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether it says that there is no memory; of a CPU's torch says so in words alone."""
+    return any(f"{words} memory" in str(error) for words in ("out of", "can't allocate", "not enough"))
+
+
 def check_shape(op: str, name: str, tensor: Tensor, expected: Sequence[int | None]) -> None:
     """Raise FastKVError unless `tensor.shape` matches `expected` (None matches any size)."""
     if not hasattr(tensor, "shape"):

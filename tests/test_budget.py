@@ -27,6 +27,11 @@ def test_it_cannot_be_larger_than_the_cache_it_is_smaller_than(value):
     raises("compress must be at least 1, got", Budget, compress=value)
 
 
+@pytest.mark.parametrize("sizes", [{"tokens": 10**20}, {"bytes": 10**25}, {"tokens": 64, "recent": 10**20}], ids=str)
+def test_it_fits_into_some_memory(sizes):
+    raises(f"{[*sizes][-1]} must be an integer of at least . and at most 2.40", Budget, **sizes)
+
+
 @pytest.mark.parametrize("value", ["x", "16", "-2x", "16x ", "1/4", "0.5x"])
 def test_words_that_are_no_budget(value):
     raises(r"budget must be|must be at least 1", Budget.of, value)

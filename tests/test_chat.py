@@ -53,6 +53,13 @@ def test_turns_are_those_of_the_whole_conversation():
     assert [chat.turn(tokenizer, "a", first, ("</s>",)) for first in (True, False)] == ["a", "\na"]
 
 
+def test_a_template_that_refuses_is_one_sentence():
+    tokenizer = load()[1]
+    for template in ("{{ raise_exception('no users here') }}", "{{ 1 + messages[0]['content'] }}"):
+        tokenizer.chat_template = template
+        raises("the chat template of the tokenizer must take", chat.turn, tokenizer, "a", True)
+
+
 def test_a_template_that_rewrites_the_past_is_used_turn_by_turn():
     tokenizer = Templated()
     plain = tokenizer.apply_chat_template

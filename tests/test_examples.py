@@ -65,6 +65,12 @@ def test_a_policy_of_ones_own(folder, capsys):
     assert list(agreed) == ["far-and-long", "manifold", "random"] and all(0 <= one <= 1 for one in agreed.values())
 
 
+def test_a_policy_of_ones_own_needs_a_text(folder, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main_of("custom_policy")(["--model", str(folder), "--texts", "0"])
+    assert stop.value.code == 2 and "must be at least 1, got 0 and 16" in capsys.readouterr().err
+
+
 @pytest.mark.real
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_with_smollm2(name, capsys):

@@ -1,6 +1,8 @@
 """Facts in real text: questions and texts of tuning and reporting are apart, and a sample is what it says."""
 
+import os
 import random
+import threading
 
 import pytest
 
@@ -20,6 +22,15 @@ def test_a_template_has_a_message_once(content, times):
     tokenizer = toy.load()[1]
     tokenizer.chat_template = f"{{% for m in messages %}}{content}{{% endfor %}}"
     raises(f"has it {times} times", facts.around, tokenizer, "Who?")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+def test_a_pipe_is_a_text(tmp_path):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    writer = threading.Thread(target=pipe.write_text, args=("a river",))
+    writer.start()
+    assert facts.read(str(pipe)) == "a river"
+    writer.join()
 
 
 @pytest.mark.parametrize("split", facts.BANKS)

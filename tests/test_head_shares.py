@@ -256,6 +256,8 @@ def test_what_cannot_be_calibrated():
     model = build("llama")
     refused("at least 128 tokens", calibrate_heads, model, text=torch.arange(20))
     refused("token ids", calibrate_heads, model, text=torch.rand(500))
+    for text in ("hello " * 500, ["hello"] * 500, [[1], [1, 2]], object()):
+        refused(f"128 tokens, got {type(text).__name__};", calibrate_heads, model, text=text)
     refused("no output embeddings", calibrate_heads, model.model)
     refused("cannot be written", calibrate_heads, model, "nowhere/heads.safetensors")
     fastkv.patch(model, "keydiff", 64)

@@ -317,6 +317,9 @@ def test_command_evaluates_resumes_and_refuses_a_mix(tasks, tmp_path, capsys):
     assert {**again[2], "seconds": 0} == {**rows[2], "seconds": 0}
     assert "full is known already" in capsys.readouterr().out
     raises(r"was written with limit None, this run has 2\.0", evaluated, *command, "--limit", "2")
+    raises("no attribute 'none-such'", evaluated, *command, "--model-args", "dtype=none-such")
+    other = [*command[:-4], "--out", str(tmp_path / "other")]
+    raises("--num-fewshot must be fewer than a task has, got 9", evaluated, *other, "--num-fewshot", "9")
 
 
 @pytest.mark.slow

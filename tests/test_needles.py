@@ -67,6 +67,8 @@ def test_it_compares_keeps_and_resumes(question, tmp_path, monkeypatch, toy_need
     again, _ = asked(*command)
     assert len(measured) == 1 and again == rows
     raises(r"was written with samples 2, this run has 3; choose another --out", asked, *command, "--samples", 3)
+    monkeypatch.setattr("fastkv.lab.common.weights_digest", lambda model: "of another model")
+    raises(r"was written with weights \w{16}, this run has of another model", asked, *command)
     (tmp_path / "keydiff-128.json").write_text("")
     raises("has damaged results", asked, *command)
 

@@ -108,6 +108,14 @@ def test_a_chat_template_holds_context_and_question(parts):
     raises("a chat template that leaves messages as they are", ask.preprocess, "the river", ["what"])
 
 
+def test_questions_of_the_pipeline_are_those_of_a_call(parts):
+    one, several = made(parts, question="what"), made(parts, questions=["what", "who"])
+    assert one(context="the river") == made(parts)(context="the river", question="what")
+    assert several(context="the river") == made(parts)(context="the river", questions=["what", "who"])
+    assert one(context="the river", questions=["who"]) == made(parts)(context="the river", questions=["who"])
+    raises("got a prompt and questions", one, "the river")
+
+
 @pytest.mark.parametrize(
     "given, message",
     [({}, "got nothing"), ({"context": "a"}, "got a context"),

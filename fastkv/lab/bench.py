@@ -18,9 +18,8 @@ import torch
 from rich.console import Console
 
 from ..config import EVICT_EVERY
-from ..errors import FastKVError
+from ..errors import FastKVError, out_of_memory
 from . import common
-from .cli import out_of_memory
 from .common import FULL
 from .timing import Compressed, Full, Timed, timed
 
@@ -80,7 +79,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     record = {"versions": common.versions(), "model": options.model, "device": where, "dtype": str(model.dtype)}
     record |= {"weights": weights, "settings": {one: getattr(options, one) for one in chosen}, "rows": rows}
     common.write_json(options.out / "bench.json", record)
-    common.show(console, common.table_of(rows, WORDS, COLUMNS, ("context", "batch")))
+    common.show(console, common.table_of(rows, ("cache", "context", "batch"), COLUMNS, ("context", "batch")))
     for case in cases:
         if case.left_out:
             why = f"was left out: {case.left_out}"
@@ -98,10 +97,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def rounds(model: Any, cases: Sequence[Case], options: argparse.Namespace, end: float, console: Console) -> str:
-    """Measure each case `options.rounds` times, as far as there is time: all of a round before the next.
-
-    Args: end: as `time.monotonic` counts.
-    Returns: what is left, in words.
+    """Measure each case `options.rounds` times, all of a round before the next, until the `end`, as `time.monotonic`
+    counts. Returns: what is left, in words.
     """
     most = max(options.batch), max(options.contexts)
     words = model.config.get_text_config(decoder=True).vocab_size
@@ -152,7 +149,6 @@ def rows_of(cases: Sequence[Case]) -> list[dict[str, Any]]:
     return rows
 
 
-WORDS = ("cache", "context", "batch")
 COLUMNS: common.Columns = {
     "kept": ("kept", "{}", "tokens per KV head in the cache after the prompt, mean"),
     "first": ("first s", "{:.2f}", "time to the first token: the whole prompt"),

@@ -17,7 +17,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from ..errors import FastKVError, check_installed
+from ..errors import FastKVError, check_installed, out_of_memory
 
 MADE: list[Path] = []  # folders of this run, those inside first; what is empty at its end goes again
 SHORTEST = 96  # tokens of a text, at least
@@ -109,6 +109,7 @@ MODE_IS = (
 QUESTION_IS = (
     "later: the text is read, and compressed, before the question is known; seen: text and question are read together"
 )
+LATER: Any = {"choices": ("later", "seen")}
 CACHES = (
     option("--policies --policy", ("fastkv", "momentkv", "keydiff"), "policies to compare", "NAME"),
     option("--budgets --budget", ("128", "256"), "tokens per KV head, or 16x, keep=X, bytes=N, quality=X"),
@@ -122,11 +123,6 @@ CACHES = (
     CORRECTION,
     SLOTS_ARE,
 )
-
-
-def question(default: str | type, more: str) -> Option:
-    """When a question is known."""
-    return option("--question", default, f"{QUESTION_IS}{more}", choices=("later", "seen"))
 
 
 def out(path: str, what: str = "directory to write to", metavar: str = "DIR") -> Option:
@@ -256,7 +252,9 @@ command(
     MODEL,
     out("fastkv-fidelity"),
     TEXT,
-    question(str, "; the text then hides a fact, and the answer of the full cache is fed (default: none)"),
+    option(
+        "--question", str, f"{QUESTION_IS}; the text then hides a fact, and what the full cache answers is fed", **LATER
+    ),
     option("--context", 1024, "tokens of a text", least=SHORTEST),
     option("--steps", 48, "last tokens of it that are fed one at a time", "T", least=2),
     option("--policies --policy", COMPARED, "policies to compare", "NAME"),
@@ -275,7 +273,7 @@ command(
     MODEL,
     out("fastkv-needles"),
     option("--task", "niah_single_2", f"what is hidden and asked for: {', '.join(NEEDLES)}", "NAME"),
-    question("later", ""),
+    option("--question", "later", QUESTION_IS, **LATER),
     *CACHES,
     option("--lengths", (512, 1024, 2048), "tokens of the texts"),
     option("--depths", (0.0, 0.25, 0.5, 0.75, 1.0), "places of the needle, 0 to 1", "X"),
@@ -293,7 +291,7 @@ command(
     option("--tasks", (str,), "tasks of the harness or in --include-path, or YAML files", "NAME", required=True),
     *CACHES,
     option("--mode", "auto", MODE_IS, choices=("auto", "stream", "prefix")),
-    question("seen", ", for tasks that name it, as fastkv's do"),
+    option("--question", "seen", f"{QUESTION_IS}, for tasks that name it, as fastkv's do", **LATER),
     option("--limit", float, "number of questions of each task, or below 1 their share", least=1e-9),
     option("--num-fewshot", int, "worked examples in each prompt", least=0),
     option("--batch-size", "1", "sequences in a batch, or auto"),
@@ -390,11 +388,6 @@ def build_parser() -> Parser:
     return parser
 
 
-def out_of_memory(error: RuntimeError) -> bool:
-    """Whether it is about memory; of a CPU's torch says so in words alone."""
-    return any(f"{words} memory" in str(error) for words in ("out of", "can't allocate", "not enough"))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: this process's). Returns the exit code: 2 if fastkv refused."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -436,4 +429,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(importlib.import_module("fastkv.lab.cli").main())  # once: the other modules import this one

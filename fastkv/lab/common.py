@@ -81,9 +81,8 @@ def check_stock(what: str, model: Any) -> None:
 
 @torch.no_grad()
 def read_stock(model: Any, ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Index, keys and values [B, Hkv, T, D] of the full-attention layers of a stock model after tokens [B, T].
-
-    Raises: FastKVError if there are none, or if a number is not finite.
+    """Index, keys and values [B, Hkv, T, D] of the full-attention layers of a stock model after tokens [B, T]. Raises
+    FastKVError if there are none, or if a number is not finite.
     """
     layers = full_layers(model.config)
     cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -173,9 +172,8 @@ def check_first(model: Any) -> None:
 def each(
     model: Any, caches: Sequence[Cache], console: Console, steps: int = 1
 ) -> Iterator[tuple[Cache, Callable[[], None]]]:
-    """Every cache, while the model has it, and what to call after each of its steps, for a bar.
-
-    All are tried on one token before the first is handed out, so that what cannot be used is refused at once.
+    """Every cache, while the model has it, and what to call after each of its steps, for a bar. All are tried on one
+    token before the first is handed out, so that what cannot be used is refused at once.
     """
     for cache in caches:
         with cache.of(model):
@@ -200,13 +198,11 @@ class Results:
     """
 
     def __init__(self, options: argparse.Namespace, names: str, caches: Sequence[Cache], model: Any) -> None:
-        """names: of the options that are settings, beside those of caches and the weights. Raises: FastKVError if files
-        have others."""
+        """names: of options that are settings, beside caches' and weights. Raises FastKVError if files have others."""
         make_folder(options.out)
         self.folder: Path = options.out
         shared = {name: getattr(options, name) for name in (*names.split(), *SHARED)}
-        shared["weights"] = weights_digest(model)
-        self.settings = json.loads(json.dumps(shared, default=str))
+        self.settings = json.loads(json.dumps({**shared, "weights": weights_digest(model)}, default=str))
         files = {cache.name: self.file(cache) for cache in caches}
         try:
             known = {name: json.loads(file.read_text("utf-8")) for name, file in files.items() if file.is_file()}

@@ -260,11 +260,9 @@ def compared(model: Any, tokenizer: Any, task: Task, budgets: tuple[str, ...], c
 def answer(
     model: Any, tokenizer: Any, cache: Any, task: Task, row: Row, show: Callable[[], None] | None = None
 ) -> None:
-    """Fill in what is written after each question, from copies of a cache of the task's tokens.
-
-    Args: show: called whenever a token is written.
+    """Fill in what is written after each question, from copies of a cache of the task's tokens; call `show` whenever a
+    token is written.
     """
-
     start = time.perf_counter()
 
     def write(answers: list[str]) -> None:

@@ -115,8 +115,9 @@ def checkpoint(options: argparse.Namespace) -> dict[str, Lines]:
 def without_weights(path: str, attention: str | None) -> Any:
     """The model of a checkpoint on the meta device. Raises FastKVError if there is none that transformers knows."""
     try:
-        where, gguf = place(path)
+        where, gguf = place(path, weights=False)
         config = transformers.AutoConfig.from_pretrained(where, **gguf)
+        config.dtype = torch.float32 if gguf else config.dtype  # in which weights of a few bits are read
         known = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         auto = transformers.AutoModelForImageTextToText if known else transformers.AutoModelForCausalLM
         with torch.device("meta"):

@@ -198,10 +198,7 @@ def _tokens(tokenizer: Any, source: str) -> list[int]:
 
 
 def stretch(tokenizer: Any, source: str, length: int, draw: random.Random) -> list[int]:
-    """`length` tokens of a source from a random place.
-
-    Raises: FastKVError if the text is shorter.
-    """
+    """`length` tokens of a source from a random place. Raises FastKVError if the text is shorter."""
     ids = _tokens(tokenizer, source)
     check_tokens(source, len(ids), length)
     start = draw.randrange(len(ids) - length + 1)

@@ -291,9 +291,8 @@ def distance(o: Tensor, full: Tensor) -> Tensor:
 
 
 def summarise(policy: str, budget: int, measured: Sequence[Fidelity], full: Full) -> dict[str, Any]:
-    """One row, see `COLUMNS`; measured: the same cache on several texts, which count alike.
-
-    Means are over texts, fed tokens, layers and heads; None where nothing was evicted or nothing estimated.
+    """One row, see `COLUMNS`; measured: the same cache on several texts, which count alike. Means are over texts, fed
+    tokens, layers and heads; None where nothing was evicted or nothing estimated.
     """
     cache = measured[-1].cache
     names = ("own_error", "cosine", "retained_cosine", "mass", "estimated_mass", "gap")

@@ -108,9 +108,8 @@ def say_use(options: argparse.Namespace, console: Console, tokens: int, use: str
 
 
 def picture(shares: Tensor) -> str:
-    """Layers from left to right and their heads below each other: the share of a text that each keeps.
-
-    Args: shares: [layers, Hkv], as `HeadShares.shares` gives them for `KEEP`.
+    """Layers from left to right and their heads below each other: the share of a text that each keeps, of shares
+    [layers, Hkv] as `HeadShares.shares` gives them for `KEEP`.
     """
     level = (shares * KEEP * (len(SHADES) - 1)).round().long().clamp(max=len(SHADES) - 1)
     rows = ["".join(SHADES[number] for number in head) for head in level.T.tolist()]
@@ -309,10 +308,7 @@ class QuerySums:
 
 @dataclass(frozen=True, eq=False)
 class Recorder(Policy):
-    """Adds up the queries of every block; nothing is ever evicted where it is used.
-
-    Args: sums: layer -> sums.
-    """
+    """Adds up the queries of every block; nothing is ever evicted where it is used. Args: sums: layer -> sums."""
 
     name = "recorder"
     needs = frozenset({"queries", "memory", "pre_rope"})
@@ -392,9 +388,8 @@ class Sample(NamedTuple):
 
 
 def english_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> Sample:
-    """Facts in English prose, about `length` tokens by this tokenizer, for any model.
-
-    Filler takes turns: varied sentences, two repeated ones, or log lines of random digits.
+    """Facts in English prose, about `length` tokens by this tokenizer, for any model. Filler takes turns: varied
+    sentences, two repeated ones, or log lines of random digits.
     """
 
     def tokens(sentence: str) -> int:

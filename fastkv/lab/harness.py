@@ -380,21 +380,20 @@ def load_model(where: str, gguf: dict[str, str], options: argparse.Namespace) ->
 
 
 def evaluate(lm: Any, manager: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the tasks with the cache that the model has: its bytes, seconds, and what the harness found.
-
-    The last is empty in every process but the first.
+    """Run the tasks with the cache that the model has: its bytes, seconds, and what the harness found. The last is
+    empty in every process but the first.
     """
     started = time.perf_counter()
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
-    found = lm_eval.simple_evaluate(
-        lm,
-        tasks=list(options.tasks),
-        task_manager=manager,
-        num_fewshot=options.num_fewshot,
-        limit=options.limit,
-        log_samples=False,
-        **dict.fromkeys(seeds, options.seed),
-    )
+    how = {"num_fewshot": options.num_fewshot, "limit": options.limit, **dict.fromkeys(seeds, options.seed)}
+    try:
+        found = lm_eval.simple_evaluate(lm, tasks=[*options.tasks], task_manager=manager, log_samples=False, **how)
+    except ValueError as error:
+        if "Sample larger than population" not in str(error):
+            raise
+        raise FastKVError(
+            f"--num-fewshot must be fewer than a task has, got {options.num_fewshot}; ask for fewer"
+        ) from error
     largest = lm.all_gather(torch.tensor([lm.cache_bytes], device=lm.device)).max()
     kept = {name: found[name] for name in KEPT if name in found} if found else {}
     return {"nbytes": int(largest), "seconds": time.perf_counter() - started, "harness": kept}

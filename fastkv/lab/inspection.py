@@ -121,9 +121,8 @@ def levina_bickel(nearest: Tensor, dim: int, counts: Sequence[int] = NEIGHBOURS)
 
 
 def nearest_distances(points: Tensor, count: int) -> Tensor:
-    """Distances of different points [N, D] to their nearest others, ascending, [n, min(count, n - 1)] fp64.
-
-    At most `MOST_POINTS` are used.
+    """Distances of different points [N, D] to their nearest others, ascending, [n, min(count, n - 1)] fp64. At most
+    `MOST_POINTS` are used.
     """
     sample = torch.unique(points, dim=0)
     if len(sample) > MOST_POINTS:

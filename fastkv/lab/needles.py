@@ -90,8 +90,9 @@ def write_plot(accuracy: Sequence[Sequence[float]], options: argparse.Namespace,
             axis.text(column, row, f"{mark:.0%}", ha="center", va="center", fontsize=8, color=colour)
     axis.set_xticks(range(columns), [f"{length:,}" for length in options.lengths])
     axis.set_yticks(range(rows), [f"{depth:.0%}" for depth in options.depths])
-    xlabel, ylabel = "tokens of text, question and answer", "depth of the needle"
-    axis.set(title=f"{options.task}: {name}", xlabel=xlabel, ylabel=ylabel)
+    axis.set(
+        title=f"{options.task}: {name}", xlabel="tokens of text, question and answer", ylabel="depth of the needle"
+    )
     figure.colorbar(image, ax=axis, label=f"accuracy, {options.samples} texts a cell")
     figure.savefig(path)
 
@@ -102,11 +103,10 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[dic
     Returns: of each cache its policy and budget as on the command line, and what `grid` found.
     """
     console = console or common.console_of()
-    names = "task question model samples seed lengths depths"
     common.caches_of(options)
     model, tokenizer = common.load(options.model)
     caches = common.caches_of(options, model)
-    results = common.Results(options, names, caches, model)
+    results = common.Results(options, "task question model samples seed lengths depths", caches, model)
     common.check_length("lengths", max(options.lengths), model, options.model)
     for length, depth in product(options.lengths, options.depths):  # texts that cannot be written are refused now
         ruler.generate(options.task, tokenizer, length, options.seed, depth=depth)

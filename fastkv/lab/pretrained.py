@@ -34,7 +34,7 @@ WEIGHTS = "model.safetensors"
 RECORDED = "model.safetensors.sha256"  # what the weights' digest was when they were written
 ADVICE = f"give {SMOLLM2}, a directory that save_pretrained wrote, or a .gguf file"
 
-UNREADABLE = (ImportError, KeyError, OSError, TypeError, ValueError, struct.error, SafetensorError)
+UNREADABLE = (AttributeError, ImportError, KeyError, OSError, TypeError, ValueError, struct.error, SafetensorError)
 NO_TOKENIZER = "write it beside the model with tokenizer.save_pretrained, or choose another model"
 
 
@@ -53,14 +53,14 @@ def load(
     return _read(path, {"dtype": dtype, "attn_implementation": attn_implementation}, **gguf)
 
 
-def place(name: str | Path) -> tuple[str, dict[str, str]]:
+def place(name: str | Path, weights: bool = True) -> tuple[str, dict[str, str]]:
     """What `from_pretrained` takes for a name of `load`: a path, and options that name the GGUF file, if it is one.
-
-    Raises: FastKVError for what is neither there nor could be on a hub.
+    Without weights, for a config alone, smollm2 is not unpacked.
+    Raises FastKVError for what is neither there nor could be on a hub.
     """
     path = Path(name)
     if name == SMOLLM2:
-        return str(unpacked()), {}
+        return (str(unpacked()), {}) if weights else (str(packed().parent), {"gguf_file": FILE})
     if path.suffix == ".gguf":
         if not os.path.isfile(path):
             raise FastKVError(f"cannot load a model from {name}, there is no such file; {ADVICE}")
@@ -118,14 +118,10 @@ def packed() -> Path:
 
 def unpack(path: Path, made: Path) -> None:
     """Write a GGUF as a directory that transformers reads, float32. Raises FastKVError if that cannot be written."""
+    fresh = made
     try:
         made.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=f".{made.name}-", dir=made.parent))
-    except OSError as error:
-        raise FastKVError(
-            f"cannot write to {made.parent} ({error.strerror}); set XDG_CACHE_HOME to a directory that is writable"
-        ) from error
-    try:
         # So that nobody waits without knowing for what; transformers shows its bars below.
         print(f"fastkv: unpacking {path.name} to {made}, 540 MB, once for all runs", file=sys.stderr, flush=True)
         model, tokenizer = _read(str(path.parent), {"dtype": torch.float32}, gguf_file=path.name)
@@ -140,11 +136,12 @@ def unpack(path: Path, made: Path) -> None:
     except (OSError, SafetensorError) as error:
         if not made.is_dir():
             raise FastKVError(
-                f"cannot write {made} ({first_line(error)}), nothing of it is left; make room for 540 MB, or set "
+                f"cannot write to {made} ({first_line(error)}), nothing of it is left; make room for 540 MB, or set "
                 "XDG_CACHE_HOME to another directory"
             ) from error
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        if fresh != made:
+            shutil.rmtree(fresh, ignore_errors=True)
 
 
 def sha256(path: Path) -> str:

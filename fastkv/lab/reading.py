@@ -47,7 +47,6 @@ def read(model: Any, ids: Tensor) -> Any:
 
 def answered(model: Any, tokenizer: Any, prompt: str, question: str, tokens: int) -> list[int]:
     """What greedy decoding writes after a prompt that is read, and compressed, before its end, the question, is known.
-
     At most `tokens` tokens. Only what comes before the question gets the tokenizer's special tokens.
     """
     before = torch.tensor([tokenizer(prompt.removesuffix(question), verbose=False).input_ids])
@@ -93,9 +92,8 @@ class Reading:
     @classmethod
     @torch.no_grad()
     def of(cls, model: Any, ids: Tensor) -> Reading:
-        """Read `ids` [1, N] whole; takes what one forward takes and holds all queries, keys and values.
-
-        Raises: FastKVError for more than one sequence, or for a model with layers that no policy compresses.
+        """Read `ids` [1, N] whole; takes what one forward takes and holds all queries, keys and values. Raises
+        FastKVError for more than one sequence, or for a model with layers that no policy compresses.
         """
         if ids.ndim != 2 or ids.shape[0] != 1:
             raise FastKVError(f"a reading is of one sequence, got tokens of shape {list(ids.shape)}; read each alone")
@@ -111,9 +109,8 @@ class Reading:
         return cls(model, ids, logits, [(prompt.held, prompt.attends) for prompt in held if prompt.held is not None])
 
     def full(self) -> DynamicCache:
-        """The cache of this text that the stock model makes, a copy.
-
-        Raises: FastKVError for a model that caches latents, which are not what its layers hold.
+        """The cache of this text that the stock model makes, a copy. Raises FastKVError for a model that caches
+        latents, which are not what its layers hold.
         """
         if any(map(modules.is_latent, modules.attentions(self.model).values())):
             raise FastKVError(f"{type(self.model).__name__} caches latents; run the stock model for its cache")
@@ -172,10 +169,8 @@ def cache_bytes(cache: Any) -> int:
     return sum(stock.nbytes(layer) for layer in cache.layers)
 
 
-def kept_tokens(cache: Any) -> float | None:
-    """Tokens per KV head that the cache keeps after an eviction, mean over layers; None for a stock cache."""
-    if not isinstance(cache, FastKVCache):
-        return None
+def kept_tokens(cache: FastKVCache) -> float:
+    """Tokens per KV head that the cache keeps after an eviction, mean over layers."""
     tokens = [layer.cache.rule.layout.total for layer in cache.compressed if layer.cache.rule is not None]
     return sum(tokens) / len(tokens)
 

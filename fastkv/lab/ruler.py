@@ -62,8 +62,7 @@ def prose(rng: random.Random) -> Iterator[str]:
 
 def scatter(units: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> list[str]:
     """`units` with every needle behind round(depth * len(units)) of them; equally deep needles keep their order.
-
-    Raises: FastKVError for a depth that is no place in a text.
+    Raises FastKVError for a depth that is no place in a text.
     """
     wrong = [depth for depth in depths if not 0 <= depth <= 1]
     if wrong:
@@ -301,10 +300,9 @@ def _depths(rng: random.Random) -> list[float]:
 
 
 def common_words(request: Request) -> Draft:
-    """A shuffled list of ten common words, 30 times each, and others, 3 times each, after a short worked example.
-
-    Lists of less than `SHORT` tokens have them 6 times and once. The words are English, and random letters where those
-    do not suffice; none is part of another, so that finding a word in an answer means that it was given.
+    """A shuffled list of ten common words, 30 times each, and others, 3 times each, after a short worked example. Lists
+    of less than `SHORT` tokens have them 6 times and once. The words are English, and random letters where those do not
+    suffice; none is part of another, so that finding a word in an answer means that it was given.
     """
     rng = request.rng()
     often, seldom = (30, 3) if request.length >= SHORT else (6, 1)
@@ -327,7 +325,6 @@ def common_words(request: Request) -> Draft:
 
 def frequent_words(request: Request) -> Draft:
     """Coded words in random order with frequencies of a zeta distribution; rank 1 are dots, the next three the answers.
-
     A unit is one word. There is a word for every 50 tokens of the length, as in RULER.
     """
     rng = request.rng()
@@ -353,9 +350,8 @@ def _numbered(placed: Sequence[tuple[float, str]]) -> str:
 
 
 def _vocabulary(rng: random.Random, number: int) -> Iterator[str]:
-    """Different words without end, none part of another; English and coded ones are mixed in the first `number`.
-
-    A list takes no more than those, so its common words are no more English than the others: only counting finds them.
+    """Different words without end, none part of another; English and coded ones are mixed in the first `number`. A list
+    takes no more than those, so its common words are no more English than the others: only counting finds them.
     """
     english = set(english_words())
     coded = (word for word in _drawn("codes", rng) if not english & {word[1:], word[:-1], word})
@@ -386,9 +382,8 @@ def _zeta(words: int) -> Iterator[int]:
 
 
 def string_match_all(prediction: str, answers: Sequence[str]) -> float:
-    """RULER's mark of what a model wrote: the share of the reference strings that occur in it, 0 to 1.
-
-    Case does not matter, and control characters separate words.
+    """RULER's mark of what a model wrote: the share of the reference strings that occur in it, 0 to 1. Case does not
+    matter, and control characters separate words.
     """
     text = CONTROL.sub("\n", prediction).lower()
     return sum(answer.lower() in text for answer in answers) / len(answers)

@@ -170,9 +170,8 @@ class Compressed(Full):
 
 @torch.no_grad()
 def timed(mine: Full, ids: Tensor, samples: int, period: int) -> Timed:
-    """Read prompts [B, N] and decode greedily after them, a whole eviction period for each sample.
-
-    Steps of the first period are not timed: they compile both kinds of steps, where there are two.
+    """Read prompts [B, N] and decode greedily after them, a whole eviction period for each sample. Steps of the first
+    period are not timed: they compile both kinds of steps, where there are two.
     """
     memory, cache = Memory(ids.device), mine.new(ids.shape[1])
     start = now()

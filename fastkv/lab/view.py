@@ -143,10 +143,7 @@ def page_of(
     traces: Sequence[tuple[common.Cache, dict[str, Any], str]],
     tokenizer: Any,
 ) -> dict[str, Any]:
-    """What the page holds, see `view.html`.
-
-    Args: traces: of every cache, with the name of its correction.
-    """
+    """What the page holds, see `view.html`. Args: traces: of every cache, with the name of its correction."""
     numbers, starts = packed([array for _, one, _ in traces for array in (one["gone"], coded(one["error"]))])
     caches = [
         {
@@ -270,8 +267,6 @@ def trace(model: Any, reading: Reading, full: Full) -> dict[str, Any]:
             errors.append(torch.stack([error(ours, theirs, heads, groups[index]) for index, ours, theirs in outputs]))
             for outputs_of_layer in recorded.values():
                 outputs_of_layer.clear()
-    kept = kept_tokens(cache)
-    assert kept is not None
     slots = [state.exact for state in states]
     sizes = [sum(part.nbytes for part in one.moving().values()) / one.keys[..., 0].numel() for one in slots]
     plain = slots[0].format.plain
@@ -281,7 +276,7 @@ def trace(model: Any, reading: Reading, full: Full) -> dict[str, Any]:
         "gone": torch.stack([one.cpu() for one in gone]),
         "error": torch.cat(errors, -1),
         "said": torch.stack(said[-reading.steps - 1 : -1]),
-        "kept": kept,
+        "kept": kept_tokens(cache),
         "bytes": stored_bytes(cache),
         "slot": sum(sizes) / len(sizes),
         "slots": str(slots[0].dtype).rpartition(".")[2] if plain else slots[0].format.name,
@@ -316,9 +311,8 @@ SPEED = 6  # of the compression: higher ones take several times as long for a fe
 
 
 def packed(arrays: Sequence[Tensor]) -> tuple[str, list[int]]:
-    """Arrays [layers, heads, N] of whole numbers from 0 to 65535 as text, and where each begins once it is read.
-
-    The text is that of all first bytes, then all second bytes; arrays follow each other as [N, layers * heads].
+    """Arrays [layers, heads, N] of whole numbers from 0 to 65535 as text, and where each begins once it is read. The
+    text is that of all first bytes, then all second bytes; arrays follow each other as [N, layers * heads].
     """
     flat = [array.flatten(0, 1).T.flatten().numpy().astype("<u2") for array in arrays]
     starts = [0, *accumulate(len(one) for one in flat)][:-1]
