@@ -349,7 +349,7 @@ def test_accelerate_launch_equals_one_process(tasks, tmp_path):
      (["--policies", "kvzip", "--prefill-block", "64"], "whole context"),
      (["--mode", "stream"], "mode stream needs prefill_block"),
      (["--model", str(MODEL_DIR.parent)], "cannot load a model from"),
-     (["--device", "nope"], "eval: there is no device 'nope' here")],
+     (["--device", "nope"], "there is no device 'nope' here")],
     ids=["policy", "budget", "small", "moments", "combination", "stream", "model", "device"],
 )  # fmt: skip
 def test_command_refuses_before_it_evaluates(tasks, tmp_path, change, message):

@@ -372,7 +372,7 @@ def load_model(where: str, gguf: dict[str, str], options: argparse.Namespace) ->
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError) as error:
         why = pretrained.first_line(error)
-        raise FastKVError(f"eval: there is no device {device!r} here ({why}); leave --device out") from error
+        raise FastKVError(f"there is no device {device!r} here ({why}); leave --device out") from error
     with pretrained.loading(f"a model from {options.model}", "name a folder or a model, and check --model-args"):
         arguments = simple_parse_args_string(options.model_args)
         how: dict[str, Any] = {"batch_size": options.batch_size, "device": device, **gguf}
