@@ -58,7 +58,7 @@ BUDGETS = {
     "zero weight": ({"tokens": 64, "layers": [1, 0]}, "positive weights"),
     "no weights": ({"tokens": 64, "layers": []}, "positive weights"),
     "negative sinks": ({"tokens": 64, "sinks": -1}, "sinks must be an integer of at least 0"),
-    "no sinks": ({"tokens": 64, "sinks": None}, "sinks must be an integer of at least 0 and at most 2^40, got None"),
+    "no sinks": ({"tokens": 64, "sinks": None}, "sinks must be an integer of at least 0 and at most 2.40, got None"),
     "fractional recent": ({"tokens": 64, "recent": 2.5}, "recent must be an integer"),
     "zero bytes": ({"bytes": 0}, "bytes must be an integer"),
     "unknown layers": ({"tokens": 64, "layers": "cone"}, "uniform', 'pyramid'"),
