@@ -361,6 +361,31 @@ def test_what_is_known_may_be_the_memory(backend):
     assert torch.equal(*memories)
 
 
+WRONG = {
+    "lengths must have shape": {"lengths": torch.ones(1, 1, dtype=torch.int32)},
+    "values must have shape": {"values": randn(B, HKV, 5, D)},
+    "keys must have shape": {"keys": randn(B, HKV, 6, 2 * D)},
+    "key_mean must have shape": {"moments": Moments.empty(B, HKV, 2 * D, D)},
+    "count must have shape": {"moments": Centroids.empty(B, HKV + 1, 3, D, D)},
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_decode_attention_reads_what_belongs_to_it(backend):
+    """Other shapes are refused. Lengths are of at most all slots, of which there may be none; any strides will do."""
+    q, (keys, values), lengths = randn(B, HKV * G, D), pairs(6), torch.full((B, HKV), 6)
+    given = {"q": q, "keys": keys, "values": values, "lengths": lengths, "moments": evicted(0, 12), "scale": 0.3}
+    for words, wrong in WRONG.items():
+        raises(words, ops.decode_attention, **{**given, **wrong}, backend=backend)
+    turned = (part.transpose(1, 2).contiguous().transpose(1, 2) for part in (keys, values))
+    same = {**given, **dict(zip(("keys", "values"), turned)), "lengths": lengths + 3}
+    none = {**given, "keys": keys[:, :, :0], "values": values[:, :, :0], "lengths": 0 * lengths}
+    for one, other in ((given, same), ({**given, "lengths": 0 * lengths}, none)):
+        wanted = reference.decode_attention(**one)
+        for mine, theirs in zip(ops.decode_attention(**other, backend=backend), wanted):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("order, softcap", [(None, None), (0, 2.0), (1, None), (1, 2.0)])
 def test_decode_attention_backends_agree(order, softcap):
     q, (keys, values), state = randn(B, HKV * G, D), pairs(6), evicted(0, 12)
@@ -404,7 +429,7 @@ def test_operators_refuse_arguments_that_they_do_not_have():
             ops.manifold_scores(*given, **options)
         with pytest.raises(TypeError):
             ops.manifold_scores(*(one.to("meta") if one is keys else one for one in given), **options)
-    raises("as many keys at least, got 3", ops.window_scores, keys, keys[:, :, :3], 0.3)
+    assert torch.equal(ops.window_scores(keys, keys[:, :, :3], 0.3), reference.window_scores(keys, keys[:, :, :3], 0.3))
     raises("backend must be one of", ops.keydiff_scores, keys, "median", backend="nonsense")
 
 

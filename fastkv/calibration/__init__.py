@@ -223,7 +223,8 @@ class TensorFile:
         replace_file(path, to_bytes(whole, {self.header: json.dumps(header, sort_keys=True)}))
 
     def load(self, path: str | os.PathLike[str], config: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The facts and the tensors of a file for the model with this config, patched or not; tensors on the CPU.
+        """The facts and the tensors of a file for the model with this config, patched or not, or with None for whatever
+        model; tensors on the CPU.
 
         Raises: FastKVError if there is no such file, if it is damaged or something else, if a newer fastkv wrote it, or
             if it was fitted to another model.
@@ -232,7 +233,8 @@ class TensorFile:
         header = header_of(path, words, self.version)
         if any(type(header.get(name)) is not kind for name, kind in self.facts.items()):
             raise self.damaged(path)
-        check_fitted(path, header["fingerprint"], header["model"], config, self.command)
+        if config is not None:
+            check_fitted(path, header["fingerprint"], header["model"], config, self.command)
         return {name: header[name] for name in self.facts}, tensors
 
     def damaged(self, path: Any) -> FastKVError:
@@ -346,8 +348,9 @@ class HeadShares:
         FILE.save(path, self, tensors)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], config: Any) -> HeadShares:
-        """Read a file for the model with this config, patched or not.
+    def load(cls, path: str | os.PathLike[str], config: Any = None) -> HeadShares:
+        """Read a file for the model with this config, patched or not. Without one its numbers of heads alone say, when
+        it is used, whether it fits.
 
         Raises: FastKVError if there is no such file, if it is damaged, or of a model of another shape.
         """

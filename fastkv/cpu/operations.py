@@ -163,14 +163,14 @@ def keydiff_scores(
 ) -> Tensor:
     """`reference.keydiff_scores`; of cosines in one pass for the anchor and one for the scores."""
     means = distance == "cosine" and anchor in ("mean", "normalized_mean")
-    plain = rotary is None or rotary.halves(keys.shape[-1])
+    plain = keys.ndim == 4 and (rotary is None or rotary.halves(keys.shape[3]))
     if not (means and plain and halves_fit(keys) and cpu.available("key_scores")):
         told = {"distance": distance, "positions": positions, "rotary": rotary}
         return reference.keydiff_scores(keys, anchor, mask=hiding(mask), **told)  # type: ignore[arg-type]
     turn = None if rotary is None or positions is None else rotary.turn(positions)
     rows, out = keys.float().contiguous(), torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
     valid = torch.ones_like(out, dtype=torch.bool) if mask is None else mask.contiguous()
-    sizes = out[..., 0].numel(), *rows.shape[2:], anchor == "normalized_mean", torch.get_num_threads(), EPSILON
+    sizes = out.shape[:-1].numel(), *rows.shape[2:], anchor == "normalized_mean", torch.get_num_threads(), EPSILON
     cpu.run("key_scores", "unlike", "Unlike", rows, *(turn or (None, None)), valid, out, *sizes)
     return out
 
@@ -279,7 +279,7 @@ def gone_first(positions: Tensor, valid: Tensor, kept: Tensor, most: int) -> tup
 
 def heads_of(rows: Tensor) -> tuple[int, int, int]:
     """Of [B, Hkv, N]: B * Hkv, N and how many threads there are."""
-    return rows[..., 0].numel(), rows.shape[-1], torch.get_num_threads()
+    return rows.shape[:-1].numel(), rows.shape[-1], torch.get_num_threads()
 
 
 def compact(

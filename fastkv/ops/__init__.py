@@ -74,7 +74,9 @@ def decode_attention(
     order: int | None = 1,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.decode_attention`. Kernel: one launch."""
+    """`reference.decode_attention`. Kernel: one launch, and copies of what is not contiguous."""
+    q, keys, values = q.contiguous(), *reference.check_decode(q, keys, values, lengths, moments)
+    keys, values, lengths = keys.contiguous(), values.contiguous(), lengths.clamp(max=keys.shape[2]).int()
     counted = moments if isinstance(moments, Moments) else Moments(torch.zeros_like(lengths, dtype=torch.int64))
     parts = None if isinstance(moments, Moments) else moments
     seen = torch.zeros(len(q), dtype=torch.int64, device=q.device)
@@ -372,10 +374,8 @@ observed_attention = opaque(_observed)(by_keyword(reference.observed_attention))
 def window_scores(q: Tensor, keys: Tensor, scale: float, pool: int = 7, *, backend: str = "auto") -> Tensor:
     """`reference.window_scores`: `observed_attention` of all queries to all keys."""
     reference.check_pool(pool)
-    if q.shape[2] > keys.shape[2]:
-        raise FastKVError(
-            f"window_scores: {q.shape[2]} queries need as many keys at least, got {keys.shape[2]}; pass the window's"
-        )
+    if q.shape[2] > keys.shape[2]:  # kernels observe queries of tokens that are among the keys
+        return reference.window_scores(q, keys, scale, pool)
     places = torch.zeros(keys.shape[:3], dtype=torch.int32, device=keys.device)
     scores, _ = observed_attention(q, keys, places, torch.ones_like(places, dtype=torch.bool), scale, backend=backend)
     return reference.pool_scores(scores, pool)

@@ -20,6 +20,7 @@ Computation is in float32, or in float64 if the inputs are float64.
 from .attention import (
     append,
     attention_ahead,
+    check_decode,
     check_most_attended,
     decode_attention,
     decode_step,

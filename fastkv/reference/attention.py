@@ -133,15 +133,30 @@ def decode_attention(
         nothing retained and nothing evicted returns zeros.
     Raises: FastKVError if Hq is not a multiple of Hkv or shapes disagree.
     """
-    batch, num_heads, dim = q.shape
-    heads, slots = keys.shape[1:3]
-    check_groups("decode_attention", num_heads, heads)
-    check_shape("decode_attention", "keys", keys, (batch, heads, slots, dim))
-    check_shape("decode_attention", "values", values, (batch, heads, slots, None))
-    check_shape("decode_attention", "lengths", lengths, (batch, heads))
-    held = torch.arange(slots, device=q.device) < lengths[..., None]
+    keys, values = check_decode(q, keys, values, lengths, moments)
+    held = torch.arange(keys.shape[2], device=q.device) < lengths[..., None]
     evicted = moments.upto(order) if isinstance(moments, Moments) else moments
     return attend_rows(q, keys, values, held, None, evicted, None, scale, softcap)[:3]
+
+
+def check_decode(
+    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, moments: Evicted | None
+) -> tuple[Tensor, Tensor]:
+    """Raise FastKVError unless arguments of `decode_attention` fit together. Returns keys and values, of one slot that
+    is not in use where there is none.
+    """
+    op = "decode_attention"
+    check_shape(op, "q", q, (None, None, None))
+    check_shape(op, "keys", keys, (len(q), None, None, q.shape[2]))
+    batch, heads, slots, dim = keys.shape
+    check_groups(op, q.shape[1], heads)
+    check_shape(op, "values", values, (batch, heads, slots, None))
+    check_shape(op, "lengths", lengths, (batch, heads))
+    if moments is not None:
+        moments.check(op, batch, heads, dim, values.shape[3])
+    if not slots:
+        keys, values = (part.new_zeros(batch, heads, 1, part.shape[3]) for part in (keys, values))
+    return keys, values
 
 
 def attend_rows(

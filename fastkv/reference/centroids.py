@@ -147,6 +147,11 @@ class Centroids(Evicted):
             total = total.rounded(self.keys.dtype)
         return total
 
+    def check(self, op: str, batch: int, heads: int, dim: int, value_dim: int) -> None:
+        """As `Evicted` says."""
+        for name, size in {"count": (), "keys": (dim,), "values": (value_dim,), "spread": ()}.items():
+            check_shape(op, name, getattr(self, name), (batch, heads, self.num, *size))
+
     def targets(self, joins: Tensor, half: int) -> Tensor:
         """The cheapest merges of one half into the other: [B, Hkv, M], whom each joins, most of them themselves.
 

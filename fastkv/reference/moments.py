@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import check_groups, check_shape
+from ..errors import FastKVError, check_groups, check_shape
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -58,6 +58,12 @@ class Evicted:
 
         Args: q [B, Hq, T, Dk] post-RoPE; scale: logit multiplier; softcap: bends logits, or None.
         Returns: value [B, Hq, T, Dv] (zero for an empty set) and log_mass [B, Hq, T] (-inf for an empty set).
+        """
+        raise NotImplementedError
+
+    def check(self, op: str, batch: int, heads: int, dim: int, value_dim: int) -> None:
+        """Raise FastKVError in the name of `op` unless it is of so many sequences and KV heads, with keys and values of
+        these sizes.
         """
         raise NotImplementedError
 
@@ -162,6 +168,7 @@ class Moments(Evicted):
         batch, heads = self.count.shape
         check_shape("Moments.add", "keys", keys, (batch, heads, None, None))
         check_shape("Moments.add", "values", values, (batch, heads, keys.shape[2], None))
+        self.check("Moments.add", batch, heads, keys.shape[3], values.shape[3])
         if mask is not None:
             check_shape("Moments.add", "mask", mask, keys.shape[:3])
         dtype = torch.float32 if self.key_mean is None else self.key_mean.dtype
@@ -172,6 +179,14 @@ class Moments(Evicted):
             pairs = (keys[:, :, part], values[:, :, part], inside, dtype)
             total = total.merge(Moments.of(*pairs, self.order))
         return total
+
+    def check(self, op: str, batch: int, heads: int, dim: int, value_dim: int) -> None:
+        """As `Evicted` says."""
+        rest = {"count": (), "key_mean": (dim,), "value_mean": (value_dim,), "cross": (dim, value_dim)}
+        for name, size in rest.items():
+            part = getattr(self, name)
+            if part is not None:
+                check_shape(op, name, part, (batch, heads, *size))
 
     def merge(self, other: Moments) -> Moments:
         """Moments of the union of two disjoint sets (Chan et al. 1979).
@@ -220,10 +235,14 @@ def moment_estimate(
     Args: q [B, Hq, T, D] post-RoPE; moments of Hkv heads; scale: logit multiplier; order: 0 or 1.
     Returns: value [B, Hq, T, Dv] (zero for an empty set) and log_mass [B, Hq, T] (-inf for an empty set).
     """
-    assert moments.key_mean is not None and moments.value_mean is not None
+    if moments.key_mean is None or moments.value_mean is None or (moments.cross is None and order >= 1):
+        raise FastKVError(
+            f"moment_estimate of order {order} needs moments of that order, got {moments.order}; see Moments.empty"
+        )
     batch, num_heads, num, dim = q.shape
     heads = moments.count.shape[1]
     check_groups("moment_estimate", num_heads, heads)
+    moments.check("moment_estimate", batch, heads, dim, moments.value_mean.shape[2])
     dtype = torch.promote_types(compute_dtype(q), moments.key_mean.dtype)
     grouped = q.reshape(batch, heads, -1, dim).to(dtype)
     count = moments.count.to(dtype)[..., None]
@@ -248,6 +267,8 @@ def moment_residual(keys: Tensor, values: Tensor, moments: Moments, scale: float
 
     Args: keys [B, Hkv, N, Dk], values [B, Hkv, N, Dv].  Returns: [B, Hkv, N].
     """
+    batch, heads, _, dim = keys.shape
+    moments.check("moment_residual", batch, heads, dim, values.shape[3])
     dtype = compute_dtype(keys)
     residual = values.to(dtype)
     if moments.value_mean is not None:

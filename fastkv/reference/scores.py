@@ -55,6 +55,7 @@ def keydiff_scores(
     Raises: FastKVError for an unknown anchor or distance.
     """
     check_keydiff(anchor, distance)
+    check_shape("keydiff_scores", "keys", keys, (None, None, None, None))
     keys = keys.to(compute_dtype(keys))
     if rotary is not None and positions is not None:
         keys = rotary.unrotate(keys, positions)

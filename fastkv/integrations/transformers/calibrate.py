@@ -312,7 +312,7 @@ def calibrate_heads(
         tokens that are read twice, or is shared by several processes, if the text is too short, or if the file cannot
         be written.
     """
-    if "_fastkv_config" in vars(model):
+    if "_fastkv_config" in getattr(model, "__dict__", {}):
         raise FastKVError("calibrate_heads needs a stock model, got a patched one; call fastkv.unpatch(model) first")
     if modules.get_head(model) is None:
         raise FastKVError(

@@ -362,7 +362,9 @@ class Ring:
         self.place.copy_((self.seen % self.size)[None])
         self.real.index_fill_(1, self.place, True)
         mask = self.real[:, None, None]
-        return mask.clone() if dtype is None else torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)
+        if dtype is None:
+            return mask.clone()
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a change of the batch axis."""
