@@ -5,7 +5,6 @@ Here is what the layers of a cache have in common: their clock, the kernels' scr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,29 +43,24 @@ class EvictionClock:
     Attributes: period: decode steps between evictions.  now: the tick that the last step led to.
     """
 
-    def __init__(self, period: int) -> None:
+    def __init__(self, period: int, steps: int = 0) -> None:
+        """Args: steps: see `move_to`."""
         self.period = period
         self.first = self.last = Tick(0, True)
-        for steps in range(1, period):
-            self.last.next = Tick(steps, False)
+        for number in range(1, period):
+            self.last.next = Tick(number, False)
             self.last = self.last.next
         self.last.next = self.first
-        self.now = self.first
+        self.move_to(steps)
 
-    def __reduce__(self) -> tuple[Callable[[int, int], EvictionClock], tuple[int, int]]:
-        return _clock_at, (self.period, self.now.steps)  # link by link, a long ring is more than Python recurses
+    def __reduce__(self) -> tuple[type[EvictionClock], tuple[int, int]]:
+        return EvictionClock, (self.period, self.now.steps)  # link by link, a long ring is more than Python recurses
 
     def move_to(self, steps: int) -> None:
         """As if so many tokens had been decoded since the last prompt or eviction."""
         self.now = self.first
         for _ in range(steps):
             self.now = self.now.next
-
-
-def _clock_at(period: int, steps: int) -> EvictionClock:
-    clock = EvictionClock(period)
-    clock.move_to(steps)
-    return clock
 
 
 FIRST_TABLE = 4096  # positions of the first table of cos and sin
