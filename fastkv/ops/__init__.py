@@ -43,12 +43,10 @@ def _attended(q: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(*q.shape[:-1], width), lse, torch.empty_like(lse)
 
 
-def _step_outputs(q: Tensor, k: Any, v: Any, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
-    return _attended(q, state.exact.value_dim)
-
-
 # Kernel: one launch, append included; no allocation but the results.
-decode_step = opaque(_step_outputs, changes=("state",))(by_spec(reference.decode_step))
+decode_step = opaque(lambda q, k, v, state, spec: _attended(q, state.exact.value_dim), changes=("state",))(
+    by_spec(reference.decode_step)
+)
 
 
 @opaque(nothing, changes=("out", "state"))
@@ -84,12 +82,10 @@ def decode_attention(
     return decode_step(q, None, None, state, Spec(scale, softcap, corrections.reading(state, order), backend))
 
 
-def _block_outputs(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _attended(q, v.shape[-1])
-
-
 # Kernel: one launch.
-prefill_attention = opaque(_block_outputs)(by_spec(reference.prefill_attention, changes=False))
+prefill_attention = opaque(lambda q, k, v, *rest: _attended(q, v.shape[-1]))(
+    by_spec(reference.prefill_attention, changes=False)
+)
 
 
 def _slot_outputs(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -309,11 +305,7 @@ manifold_scores = opaque(_of_first)(by_keyword(reference.manifold_scores))
 sketched_leverage = opaque(_of_first)(by_keyword(reference.sketched_leverage))
 
 
-def _sketch_output(keys: Tensor, columns: int, *rest: Any) -> Tensor:
-    return keys.new_empty(keys.shape[-1], columns, dtype=torch.float32)
-
-
-@opaque(_sketch_output)
+@opaque(lambda keys, columns, *rest: keys.new_empty(keys.shape[-1], columns, dtype=torch.float32))
 def sketch(keys: Tensor, columns: int, method: str, seed: int) -> Tensor:
     """`reference.make_sketch` from a seed: a compiled step cannot make generators.
 
