@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
@@ -172,10 +172,6 @@ class Budget:
             )
         return cls(tokens=value)
 
-    def resolved(self, keep: float | None) -> Budget:
-        """This budget, with the share of the prompt that a quality asked for once that is known."""
-        return self if keep is None else replace(self, quality=None, calibration=None, keep=keep)
-
     @property
     def follows_prompt(self) -> bool:
         """Whether the number of tokens depends on the prompt."""
@@ -227,7 +223,7 @@ class Budget:
             )
         if self.tokens is not None and self.shared is None:
             for index in range(num_layers):
-                self._share(self.tokens, index, num_layers)
+                self.layer_tokens(self.tokens, index, num_layers)
 
     def heads_of(self, index: int, num_layers: int, average: int, context: int) -> tuple[int, ...]:
         """Tokens of each KV head of compressed layer `index` by calibrated shares, see `HeadShares.tokens_of`.
@@ -238,24 +234,12 @@ class Budget:
         weights = None if self.layers == "uniform" or num_layers == 1 else tuple(self._weights(num_layers))
         return self.shared.tokens_of(average, self.context or context, self.reserved, weights)[index]
 
-    def layer_tokens(self, index: int, num_layers: int, context: int, cost: LayerCost) -> int:
-        """Tokens per KV head for compressed layer `index` of `num_layers`.
-
-        Args:
-            context: length of the prompt being read, tokens (used by `keep`).
-            cost: bytes of this layer's state per sequence (used by `bytes`).
-        Raises:
-            FastKVError: if the layer would keep fewer tokens than sinks + recent.
-        """
-        self.check_layers(num_layers)
-        average = self.average(num_layers, context, cost)
-        if self.shared is not None:
-            heads = self.heads_of(index, num_layers, average, context)
-            return sum(heads) // len(heads)
-        return self._share(average, index, num_layers)
-
     def average(self, num_layers: int, context: int, cost: LayerCost) -> int:
-        """Tokens per KV head, mean over all layers; arguments and errors as in `layer_tokens`."""
+        """Tokens per KV head, mean over all layers.
+
+        Args: context: length of the prompt being read, tokens.  cost: bytes of a layer's state per sequence.
+        Raises: FastKVError if bytes hold fewer tokens than sinks + recent.
+        """
         if self.tokens is not None:
             return self.tokens
         if self.keep is not None:
@@ -285,7 +269,7 @@ class Budget:
             return sum(cost.spent(sum(own) / len(own)) for own in heads)
         if self.layers == "uniform":
             return 0
-        return sum(cost.spent(self._share(average, layer, num_layers)) for layer in range(num_layers))
+        return sum(cost.spent(self.layer_tokens(average, layer, num_layers)) for layer in range(num_layers))
 
     def _weights(self, num_layers: int) -> Sequence[float]:
         """Of each layer."""
@@ -294,9 +278,13 @@ class Budget:
         low = 1 / PYRAMID_BETA
         return [2 - low - (2 - 2 * low) * layer / (num_layers - 1) for layer in range(num_layers)]
 
-    def _share(self, average: float, index: int, num_layers: int) -> int:
+    def layer_tokens(self, average: int, index: int, num_layers: int) -> int:
+        """Tokens per KV head of compressed layer `index`, unless heads were calibrated.
+
+        Raises: FastKVError if they are fewer than sinks + recent.
+        """
         if self.layers == "uniform" or num_layers == 1:
-            return int(average)
+            return average
         # Of a pyramid only what is not protected is shared out, so that every layer can hold sinks and recent.
         base, weights = float(self.reserved) if self.layers == "pyramid" else 0.0, self._weights(num_layers)
         unit = (average - base) * num_layers / sum(weights)

@@ -14,10 +14,10 @@ def test_times_smaller_is_of_a_bfloat16_cache_of_the_prompt():
     """Sixteen times smaller: per layer a sixteenth of `full` bytes for each of its tokens."""
     cost = LayerCost(per_token=40, fixed=100, full=64)
     for times, context in ((1.0, 100), (2, 1000), (16, 10_000)):
-        tokens = Budget(compress=times).layer_tokens(1, 3, context, cost)
+        tokens = Budget(compress=times).average(3, context, cost)
         room = 64 * context / times
         assert cost.spent(tokens) <= room < cost.spent(tokens + 1)
-    assert Budget(compress=16).layer_tokens(0, 1, 40, cost) == 36  # what is protected stays
+    assert Budget(compress=16).average(1, 40, cost) == 36  # what is protected stays
     assert Budget.of("16x") == Budget(compress=16) and Budget.of("2.5x") == Budget(compress=2.5)
     assert Budget(compress=2).follows_prompt and Budget(compress=2).in_bytes
 
@@ -40,12 +40,13 @@ def test_words_that_are_no_budget(value):
 @pytest.mark.parametrize("context, tokens", [(100, 7), (10000, 700), (101, 8)])
 def test_a_share_that_floats_cannot_hold_keeps_as_many_tokens(context, tokens):
     budget = Budget(keep=0.07, sinks=0, recent=0, heads="uniform")
-    assert budget.layer_tokens(0, 1, context, LayerCost(0, 0)) == tokens
+    assert budget.average(1, context, LayerCost(0, 0)) == tokens
 
 
 def test_of_a_short_prompt_every_layer_keeps_what_is_protected():
     budget = Budget(keep=0.25, layers=[1, 2, 1, 2], heads="uniform")
-    assert [budget.layer_tokens(layer, 4, 10, LayerCost(0, 0)) for layer in range(4)] == [36, 48, 36, 48]
+    average = budget.average(4, 10, LayerCost(0, 0))
+    assert [budget.layer_tokens(average, layer, 4) for layer in range(4)] == [36, 48, 36, 48]
 
 
 @pytest.mark.parametrize("times, slots", [("11.9x", INT8), ("12x", INT4)])

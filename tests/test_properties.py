@@ -386,7 +386,8 @@ def test_layers_share_the_budget_exactly(average, num_layers, sinks, recent, kin
         parts = [weight * num_layers / sum(weights) for weight in weights]
     ideal = [base + (average - base) * part for part in parts]
     try:
-        got = [budget.layer_tokens(layer, num_layers, context, None) for layer in range(num_layers)]
+        total = budget.average(num_layers, context, None)
+        got = [budget.layer_tokens(total, layer, num_layers) for layer in range(num_layers)]
     except FastKVError:
         assert min(ideal) < least + 1
         return
@@ -421,7 +422,8 @@ def test_bytes_are_never_exceeded(total, num_layers, heads, dim, dtype, name, sh
     price = cost(like, like, layout)
     assert price.spent(17) == spent(17)
     try:
-        tokens = [budget.layer_tokens(layer, num_layers, 0, price) for layer in range(num_layers)]
+        average = budget.average(num_layers, 0, price)
+        tokens = [budget.layer_tokens(average, layer, num_layers) for layer in range(num_layers)]
     except FastKVError:
         assert layers != "uniform" or num_layers * spent(3) > total
         return

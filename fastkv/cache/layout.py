@@ -189,14 +189,16 @@ class LayerPlan:
         Returns: with it, where heads were calibrated, the tokens per head of all layers; else 0.
         Raises: FastKVError if the budget is too small, or as `layout`.
         """
-        budget = self.config.budget.resolved(keep)
+        budget = self.config.budget
+        if keep is not None:  # what a quality asked for
+            budget = replace(budget, quality=None, calibration=None, keep=keep)
         layout = functools.partial(self.layout, keys.shape[1], keys.device, keep=budget.keep)
         costs = cost(keys, values, layout, ragged=budget.shared is not None)
-        tokens = budget.layer_tokens(self.place, self.num_layers, context, costs)
-        if budget.shared is None:
-            return layout(tokens), 0
         average = budget.average(self.num_layers, context, costs)
-        return layout(tokens, shares=budget.heads_of(self.place, self.num_layers, average, context)), average
+        if budget.shared is None:
+            return layout(budget.layer_tokens(average, self.place, self.num_layers)), 0
+        shares = budget.heads_of(self.place, self.num_layers, average, context)
+        return layout(sum(shares) // len(shares), shares=shares), average
 
     def layout(
         self,
