@@ -80,7 +80,7 @@ def turn(prefixes, pool, contents, begin=(), go_on=(), steps=1, groups=1):
             begun[name] = request
     running = [*go_on, *begun.values()]
     copies = prefixes.copies({name: numbers(request) for name, request in begun.items()})
-    sources, targets = {copy.source for copy in copies}, [copy.target for copy in copies]
+    sources, targets = {source for source, _ in copies}, [target for _, target in copies]
     assert len(set(targets)) == len(targets) and not sources & set(targets)
     assert not set(targets) & {number for request in go_on for number in numbers(request)}
     for source, target in copies:
@@ -187,8 +187,7 @@ def test_what_a_step_reached_is_found_in_the_next_before_it_is_kept():
     assert prefixes.find("second", keys_of("a1")) == 2
     (own,) = pool.get_new_blocks(1)
     copies = prefixes.copies({"second": [own.block_id]})
-    assert [copy.source for copy in copies] == numbers(first) * 2
-    assert [copy.target for copy in copies] == [own.block_id, *prefixes.kept["a", "1"]]
+    assert copies == [(numbers(first)[0], target) for target in (own.block_id, *prefixes.kept["a", "1"])]
 
 
 def test_a_shorter_beginning_where_the_longest_will_not_do():

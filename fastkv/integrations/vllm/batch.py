@@ -111,11 +111,7 @@ class Batcher:
     """
 
     def __init__(
-        self,
-        config: Config,
-        sequences: int,
-        copies: bool = False,
-        kinds: Mapping[int, Kind] | None = None,
+        self, config: Config, sequences: int, copies: bool = False, kinds: Mapping[int, Kind] | None = None
     ) -> None:
         """Args: sequences: in a batch, at most; copies: whether one may begin with a copy of another's page."""
         self.size, self.sequences = config.prefill_block, sequences

@@ -11,14 +11,7 @@ is a source or a target of a copy it is held, so that nobody else gets it in tha
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
-
-
-class Copy(NamedTuple):
-    """Of one page into another: their numbers."""
-
-    source: int
-    target: int
+from typing import Any
 
 
 def is_kept(block: int, last: int) -> bool:
@@ -62,9 +55,10 @@ class Prefixes:
         Args: accept: says whether that many blocks will do.
         """
         for number in range(len(keys), 0, -1):
-            if not self._knows(keys[number - 1]) or not accept(number):
+            key = keys[number - 1]
+            if (key not in self._due and key not in self.kept) or not accept(number):
                 continue
-            pages = self._pages(keys[number - 1])
+            pages = self._pages(key)
             self.pool.touch(pages)
             self.found[name] = pages
             if self.pool.get_num_free_blocks():
@@ -73,19 +67,20 @@ class Prefixes:
             return 0
         return 0
 
-    def copies(self, begun: dict[str, Sequence[int]]) -> list[Copy]:
-        """What is to be copied before anything is computed in this turn. No page is both a source and a target.
+    def copies(self, begun: dict[str, Sequence[int]]) -> list[tuple[int, int]]:
+        """What is to be copied before anything is computed in this turn: numbers of pages, each source with its target.
+        No page is both.
 
         Args: begun: numbers of the pages of requests that begin now, by name; others have to `find` again.
         """
-        made, held = list[Copy](), list[Any]()
+        made, held = list[tuple[int, int]](), list[Any]()
         for name, pages in self.found.items():
-            made += [Copy(page.block_id, number) for page, number in zip(pages, begun.get(name, ()))]
+            made += [(page.block_id, number) for page, number in zip(pages, begun.get(name, ()))]
             held += pages
         for key, pages in self._due.items():
             targets = [] if key in self.kept else self._targets(len(pages))
             if targets:
-                made += [Copy(page.block_id, target.block_id) for page, target in zip(pages, targets)]
+                made += [(page.block_id, target.block_id) for page, target in zip(pages, targets)]
                 self.kept[key] = tuple(target.block_id for target in targets)
                 self.key_of.update(dict.fromkeys(self.kept[key], key))
                 held += targets
@@ -104,9 +99,6 @@ class Prefixes:
         """Between turns: forget all that is not copied yet, and let go of its pages."""
         self.begin()
         self._let_go()
-
-    def _knows(self, key: Hashable) -> bool:
-        return key in self._due or key in self.kept
 
     def _pages(self, key: Hashable) -> list[Any]:
         """The pages that hold this, which are then the most recently used."""

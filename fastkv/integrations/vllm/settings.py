@@ -272,10 +272,8 @@ def fitted(config: Config, vllm_config: Any) -> Config:
 
 def _check_dealt(vllm_config: Any, what: str) -> None:
     """Raise FastKVError where processes repeat heads."""
-    heads, processes = (
-        vllm_config.model_config.get_total_num_kv_heads(),
-        vllm_config.parallel_config.tensor_parallel_size,
-    )
+    heads = vllm_config.model_config.get_total_num_kv_heads()
+    processes = vllm_config.parallel_config.tensor_parallel_size
     if heads % processes:
         raise FastKVError(
             f"what is {what} for {heads} KV heads cannot be dealt to {processes} processes, which repeat heads; use a "
@@ -341,10 +339,8 @@ def weights_digest(vllm_config: Any) -> str | None:
 
 def _small(known: Any) -> Any:
     """The config of a small model of that type, which turns keys as the large one does: that depends on no weight."""
-    small, dim = (
-        copy.deepcopy(known),
-        getattr(known, "head_dim", None) or known.hidden_size // known.num_attention_heads,
-    )
+    small = copy.deepcopy(known)
+    dim = getattr(known, "head_dim", None) or known.hidden_size // known.num_attention_heads
     changes = {**SMALL, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 2 * dim, "head_dim": dim}
     for name, value in changes.items():
         if hasattr(small, name):
