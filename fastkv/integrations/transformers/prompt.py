@@ -23,11 +23,7 @@ from .stock import CACHE
 
 
 class MaskMade(Exception):
-    """Stops a base model that was run for the `mask` that it hands to its decoder."""
-
-    def __init__(self, mask: Any) -> None:
-        super().__init__()
-        self.mask = mask
+    """Stops a base model that was run for the mask that it hands to its decoder, its one argument."""
 
 
 @dataclass
@@ -66,7 +62,7 @@ class PreparedMasks:
         try:
             self.base._fastkv_base_forward(**taken, use_cache=True)
         except MaskMade as made:
-            return made.mask
+            return made.args[0]
         finally:
             self.asking = False
         return None
@@ -176,8 +172,6 @@ def _check_positions(cache: FastKVCache, positions: Tensor | None, total: int) -
         real, seen = real.to(positions.device), torch.zeros_like(positions[:1, :1])
         if first.state is not None and cache.started:
             seen = first.state.seen[:, None].to(positions.device)
-            if len(seen) != len(real) != 1:
-                return  # another batch, which the first layer refuses
         wrong, what = (positions != seen + real.cumsum(-1) - 1) & real.bool(), "position_ids that say something else"
     if bool(wrong.any()):
         raise FastKVError(
