@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -232,13 +233,11 @@ class FastKVAttention(Module):
                 outs.append(self.cache.step(*block, self.length + num))
                 continue
             plain = mask is None and self.softcap is None and self.borrowed[1] is None
-            outs.append(self.cache.read(*block, real[:, rows].clone(), self._stock(*block) if plain else None))
+            stock = partial(scaled_dot_product_attention, *block, is_causal=True, scale=self.scale, enable_gqa=True)
+            outs.append(self.cache.read(*block, real[:, rows].clone(), stock if plain else None))
         self.length += longest
         self.cache.prepare()  # unequal heads may have traded slots
         return torch.cat(outs, 2)
-
-    def _stock(self, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-        return lambda: scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
 
     def _configure(self) -> None:
         """Tell the cache how this layer attends."""

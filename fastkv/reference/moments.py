@@ -72,10 +72,6 @@ class Evicted:
         values = (getattr(self, one.name) for one in fields(self))  # type: ignore[arg-type]
         return [value for value in values if isinstance(value, Tensor)]
 
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors())
-
     def copy_(self, other: Self) -> None:
         """Overwrite in place, so that addresses stay what a captured graph has seen."""
         for mine, theirs in zip(self.tensors(), other.tensors()):

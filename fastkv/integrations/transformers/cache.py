@@ -208,11 +208,6 @@ class FastKVCache(Cache):
             layer.unroll(ring.recent(length, layer.keys.device), length)
         return True
 
-    def window_mask(self, eager: bool) -> Tensor:
-        """Mask of one decode step for the sliding-window layers, which count on by it; additive for eager attention."""
-        layer = self.windows[0]
-        return layer.ring.step(layer.keys.dtype if eager else None)
-
     # Positions in three dimensions (M-RoPE), which do not count tokens: an image takes fewer.
 
     def next_positions(self, num: int, padding: Tensor | None) -> Tensor:

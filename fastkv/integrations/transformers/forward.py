@@ -194,9 +194,10 @@ def step_mask(module: Any, cache: FastKVCache, tokens: Tensor, mask: Any, paddin
         return mask
     if not cache.rolled:
         cache.roll(padding)
-    eager = module.config._attn_implementation in (None, "eager")
+    first, eager = cache.windows[0], module.config._attn_implementation in (None, "eager")
+    sliding = first.ring.step(first.keys.dtype if eager else None)
     others = getattr(module.config.get_text_config(decoder=True), "layer_types", None) or ()  # linear ones need none
-    return {**dict.fromkeys(others), "full_attention": ones, "sliding_attention": cache.window_mask(eager)}
+    return {**dict.fromkeys(others), "full_attention": ones, "sliding_attention": sliding}
 
 
 def _no_mask(tokens: Tensor) -> Tensor:
