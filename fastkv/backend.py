@@ -122,29 +122,23 @@ def why_not(
         return f"the model is on {device.type}"
     if backend != "triton":
         return None
-    problem = why_no_triton()
-    if problem is None and device.type != "cuda" and not interpreted():
-        problem = f"on {device.type} they need Triton's interpreter, which is off (TRITON_INTERPRET=1 turns it on)"
-    if problem is None and dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        problem = f"they compute in float32, float16 and bfloat16, not {dtype}"
-    if problem is None and latent:
-        problem = "they read values from slots of their own, not out of latents (MLA)"
-    if problem is None:
-        problem = why_no_head_dim(dtype, head_dim, head_dim if value_dim is None else value_dim)
-    if problem is None and groups > MAX_GROUPS:
-        problem = f"at most {MAX_GROUPS} query heads may share a KV head, got {groups}"
-    return problem
-
-
-def why_no_head_dim(dtype: torch.dtype, head_dim: int, value_dim: int) -> str | None:
-    """Why the kernels cannot attend with keys and values of these sizes; None if they can."""
+    if (problem := why_no_triton()) is not None:
+        return problem
+    if device.type != "cuda" and not interpreted():
+        return f"on {device.type} they need Triton's interpreter, which is off (TRITON_INTERPRET=1 turns it on)"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"they compute in float32, float16 and bfloat16, not {dtype}"
+    if latent:
+        return "they read values from slots of their own, not out of latents (MLA)"
     if head_dim > MAX_HEAD_DIM or head_dim % 16:
         return f"head_dim must be a multiple of 16 up to {MAX_HEAD_DIM}, got {head_dim}"
-    if value_dim != head_dim:
+    if value_dim not in (None, head_dim):
         return f"keys and values must be equally wide, got {head_dim} and {value_dim}"
     if head_dim > MAX_COMMON_HEAD_DIM and (dtype == torch.float32 or torch.version.hip is not None):
         where = "on AMD" if torch.version.hip is not None else "in float32"
         return f"head_dim may be at most {MAX_COMMON_HEAD_DIM} {where}, got {head_dim}"
+    if groups > MAX_GROUPS:
+        return f"at most {MAX_GROUPS} query heads may share a KV head, got {groups}"
     return None
 
 
