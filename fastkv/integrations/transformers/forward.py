@@ -136,20 +136,15 @@ def _check_shapes(cache: FastKVCache, tokens: Tensor, given: dict[str, Any]) -> 
         )
     if not isinstance(mask, Tensor):
         return
-    if mask.ndim not in (2, 4) or (mask.ndim == 4 and mask.shape[0] not in (1, batch)):
+    if mask.ndim not in (2, 4) or mask.shape[0] not in ((batch,) if mask.ndim == 2 else (1, batch)):
         raise FastKVError(
-            f"attention_mask must have 2 dimensions, or 4 of {batch} sequences, got {list(mask.shape)}; pass a 2-D "
-            "padding mask"
+            f"attention_mask must have 2 or 4 dimensions, the first for {batch} sequences, got {list(mask.shape)}; "
+            "pass a 2-D padding mask"
         )
     if mask.ndim == 4 and mask.shape[-1] != total:
         raise FastKVError(
             f"got a 4-D attention mask over {mask.shape[-1]} keys, but a compressed cache keeps no mask columns for "
             f"its past and only the {total} new tokens can be masked; pass a 2-D padding mask"
-        )
-    if mask.ndim == 2 and mask.shape[0] != batch:
-        raise FastKVError(
-            f"attention_mask must have a row for each of the {batch} sequences, got {mask.shape[0]}; pass the mask of "
-            "these"
         )
     past = int(first.seen) if waits else 0
     if mask.ndim == 2 and mask.shape[1] < past + total:
