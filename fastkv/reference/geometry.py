@@ -14,6 +14,7 @@ from ..errors import FastKVError, check_groups, check_shape
 from .attention import grouped_logits, masked_softmax, with_sink
 from .gather import rows_at
 from .moments import compute_dtype
+from .slots import hadamard
 
 METRICS = ("l2", "l1", "linf", "cosine")
 LEVERAGE_METHODS = ("cholesky", "qr", "svd", "eig", "exact", "srht")
@@ -91,11 +92,9 @@ def sketch_matrix(
         sketch = torch.randn(dim, size, generator=generator, device=where)
     else:
         padded = 1 << (dim - 1).bit_length()
-        hadamard = torch.ones(1, 1, device=where)
-        while hadamard.shape[0] < padded:
-            hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
         signs = 2.0 * torch.randint(0, 2, (dim,), generator=generator, device=where) - 1
-        sketch = signs[:, None] * hadamard[:dim, torch.randperm(padded, generator=generator, device=where)[:size]]
+        chosen = torch.randperm(padded, generator=generator, device=where)[:size]
+        sketch = signs[:, None] * hadamard(padded, where, torch.float32)[:dim, chosen]
     sketch = sketch / size**0.5
     return sketch.to(torch.bfloat16).to(device or where, torch.float32)
 

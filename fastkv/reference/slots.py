@@ -84,13 +84,9 @@ class RowFormat(SlotFormat):
         """Codes [..., width] and scales of rows [..., D] in any float dtype."""
         return rows, None
 
-    def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
-        """The rows [..., D] that codes and scales stand for."""
+    def decode(self, codes: Tensor, scales: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The rows [..., D] that codes and scales stand for, in that dtype; plain ones as they are."""
         return codes
-
-    def decoded(self, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """`decode`, in that dtype."""
-        return self.decode(codes, scales).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -120,20 +116,14 @@ class Scaled(RowFormat):
         codes = codes.to(self.codes) if self.codes.is_floating_point else codes.round().to(self.codes)
         return codes.view(self.stored), scales.masked_fill_(small, 0.0)
 
-    def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
-        """x ~ s c; of e4m3, c / 256 times 256 s."""
+    def decode(self, codes: Tensor, scales: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """x ~ s c, of whole numbers without a copy in fp32; of e4m3, c / 256 times 256 s."""
         assert scales is not None
         if not self.codes.is_floating_point:
-            return scales[..., None] * codes
+            return torch.mul(scales[..., None], codes, out=torch.empty(codes.shape, dtype=dtype, device=codes.device))
         # Sign, exponent and fraction of fp16, whose bias is 8 more. A CPU converts float8 one number after another.
         halves = codes.view(torch.int8).to(torch.int16).mul_(1 << 7).bitwise_and_(~0x4000)
-        return halves.view(torch.float16) * (256 * scales)[..., None]
-
-    def decoded(self, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The same bits, of whole numbers without a copy in fp32."""
-        if scales is None or self.codes.is_floating_point:
-            return super().decoded(codes, scales, dtype)
-        return torch.mul(scales[..., None], codes, out=torch.empty(codes.shape, dtype=dtype, device=codes.device))
+        return (halves.view(torch.float16) * (256 * scales)[..., None]).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -165,7 +155,7 @@ class Grouped(RowFormat):
         first, second = codes.chunk(2, -1)
         return first | second << 4, torch.cat([exponents, zeros], -1).to(torch.int8)
 
-    def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+    def decode(self, codes: Tensor, scales: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
         """y ~ s (c - z), turned back."""
         assert scales is not None
         half, low = codes.shape[-1], 0x0F0F0F0F
@@ -175,7 +165,7 @@ class Grouped(RowFormat):
         numbers[..., half:] = (four >> 4).bitwise_and_(low).view(torch.uint8)
         exponents, zeros = scales.to(torch.int32)[..., None].unbind(-2)
         numbers.unflatten(-1, (-1, GROUP)).sub_(zeros).mul_(step_of(exponents))
-        return rotated(numbers)
+        return rotated(numbers).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -201,8 +191,8 @@ class Codec:
         return form.encode(rows)
 
     def decode(self, form: RowFormat, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """`form.decoded`."""
-        return form.decoded(codes, scales, dtype)
+        """`form.decode`."""
+        return form.decode(codes, scales, dtype)
 
 
 def step_of(exponents: Tensor) -> Tensor:
