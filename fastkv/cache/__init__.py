@@ -93,7 +93,6 @@ class CacheWorkspace:
         self.ahead: Tensor | None = None
         self.real: Tensor | None = None
         self.scratch: dict[tuple[Any, ...], list[Tensor]] = {}
-        self.sizes: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self.rooms: dict[tuple[Any, ...], list[Tensor]] = {}
         self.tables: dict[tuple[Rotary, torch.device], tuple[Tensor, Tensor]] = {}
 
@@ -113,13 +112,12 @@ class CacheWorkspace:
             (slots.keys.shape[1:], slots.starts is not None, slots.limit.bit_length()) for slots in state.tiers.values()
         ]
         device = state.exact.keys.device
-        shape = (device, num_heads, state.heads, *tiers, state.exact.attention is not None)
-        sized = (*shape, state.batch)
+        sized = (device, num_heads, state.heads, *tiers, state.exact.attention is not None, state.batch)
         if sized not in self.scratch:
-            self.scratch[sized] = ops.workspace(num_heads, state, spec, self._room_of(shape, num_heads, state, spec))
+            self.scratch[sized] = ops.workspace(num_heads, state, spec, self._room_of(num_heads, state, spec))
         return self.scratch[sized]
 
-    def _room_of(self, shape: tuple[Any, ...], num_heads: int, state: LayerState, spec: Spec) -> list[Tensor] | None:
+    def _room_of(self, num_heads: int, state: LayerState, spec: Spec) -> list[Tensor] | None:
         """The memory that batches of all sizes view; one for all layers that need as much."""
         if self.sequences is None:
             return None
@@ -129,9 +127,7 @@ class CacheWorkspace:
                 "workspace for more"
             )
         device = state.exact.keys.device
-        if shape not in self.sizes:
-            self.sizes[shape] = tuple(ops.workspace_room(num_heads, state, spec, self.sequences, device))
-        sizes = self.sizes[shape]
+        sizes = tuple(ops.workspace_room(num_heads, state, spec, self.sequences, device))
         if (device, sizes) not in self.rooms:
             self.rooms[device, sizes] = [torch.zeros(number, dtype=dtype, device=device) for number, dtype in sizes]
         return self.rooms[device, sizes]

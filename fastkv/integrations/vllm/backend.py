@@ -128,7 +128,7 @@ class Compression:
     def _rules(self, config: Config) -> dict[str, PagedRule]:
         """`rules` for these settings."""
         layers = compressed(self.vllm_config)
-        if self.mixed and config.budget.shared is not None and config.budget.layers == "uniform":
+        if self.others and config.budget.shared is not None and config.budget.layers == "uniform":
             # Pages are as large as the largest, so heads share within their layer only.
             config = replace(config, budget=replace(config.budget, layers=(1.0,) * len(layers)))
         heads = [layer.num_kv_heads * self.shared.parallel.size for layer in layers.values()]
@@ -146,16 +146,11 @@ class Compression:
 
     @cached_property
     def others(self) -> list[KVCacheSpec]:
-        """What vLLM keeps caches of besides."""
+        """What vLLM keeps caches of besides: it then gives every layer a page as large as the largest."""
         ours = compressed(self.vllm_config)
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
         specs = [layer.get_kv_cache_spec(self.vllm_config) for name, layer in layers.items() if name not in ours]
         return [spec for spec in specs if spec is not None]
-
-    @property
-    def mixed(self) -> bool:
-        """Whether vLLM keeps caches of other layers, too: it then gives every layer a page as large as the largest."""
-        return bool(self.others)
 
     def equal(self, page: int) -> int:
         """The bytes of a page where there are other layers: vLLM makes larger blocks of a multiple of theirs; of any
@@ -188,7 +183,7 @@ class Compression:
         # With fewer tokens calibrated heads differ more, so that a layer may need more than with all.
         forms = [{name: rule.form.nbytes for name, rule in rules.items()} for rules in self.rules.values()]
         pages = {name: max(form[name] for form in forms) for name in forms[0]}
-        if self.mixed:
+        if self.others:
             pages = dict.fromkeys(pages, self.equal(max(pages.values())))
         self.bound_captures(sum(pages.values()))
         for name, layer in compressed(self.vllm_config).items():
@@ -228,8 +223,8 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
         known = compressed(vllm_config)
         self.layers = [known[name] for name in layer_names]
         common = self.layers[0].impl.common
-        own = common.mixed  # layers in several groups, with a block table each
-        self.batches = common.batcher() if own else common.batches
+        # Beside others, layers are in several groups with a block table each.
+        self.batches = common.batcher() if common.others else common.batches
         for layer in self.layers:  # the small cache, in which vLLM has captured steps to see what they take, is to go
             layer.impl.close()
 
