@@ -175,10 +175,18 @@ def check(model: Module, config: Config, runs: bool = True) -> list[Module]:
             f"Budget(quality=...) reads how predictable a prompt is from its logits, but {type(model).__name__} has no "
             "output embeddings; load the model with AutoModelForCausalLM"
         )
+    accepted, model_type = list(chosen.values()), model_config.model_type
     here, tested = (Version(one).release[:2] for one in (transformers.__version__, TESTED_WITH))
-    if runs and (model_config.model_type not in TESTED or here < tested):  # an older one may do something else
-        _check_agreement(model, list(chosen.values()), config)
-    return list(chosen.values())
+    if runs and (model_type not in TESTED or here < tested):  # an older one may do something else
+        selfcheck.check_agreement(model, lambda changed: attach(model, accepted, changed), config)
+        if model_type not in TESTED:
+            warnings.warn(
+                f"{model_type} is not among the model types that fastkv is tested with; compare some answers with the "
+                "unpatched model's",
+                UserWarning,
+                stacklevel=3,
+            )
+    return accepted
 
 
 def _check_base(module: Module, base: str, where: str, vouched: bool) -> None:
@@ -235,22 +243,6 @@ def _check_latents(module: Module, config: Config, where: str) -> None:
         raise FastKVError(
             f"policy {config.policy.name!r} reads values as the output projection does, but {where} caches latents "
             "(MLA), which it would have to expand; use another policy"
-        )
-
-
-def _check_agreement(model: Any, found: list[Module], config: Config) -> None:
-    """Accept a model that is not tested with this transformers, with a warning if it is tested with none.
-
-    Raises: FastKVError if a short prompt tells it apart from the stock model.
-    """
-    selfcheck.check_agreement(model, lambda changed: attach(model, found, changed), config)
-    model_type = model.config.model_type
-    if model_type not in TESTED:
-        warnings.warn(
-            f"{model_type} is not among the model types that fastkv is tested with; compare some answers with the "
-            "unpatched model's",
-            UserWarning,
-            stacklevel=4,
         )
 
 
