@@ -1,6 +1,5 @@
 """Policies that score by attention: each against float64 brute force, exact selections, and what all have in common."""
 
-import itertools
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from fastkv.reference import attention as kvzip
 from fastkv.reference import scores as output
 
 from .models import raises
-from .states import changed, make_signals, randn
+from .states import attention, changed, make_signals, randn
 from .test_policies_geometry import kept, scored
 
 F64 = torch.float64
@@ -214,32 +213,19 @@ def test_kvzip_remembers_the_largest_weight_and_scores_generated_tokens_by_atten
 @pytest.mark.parametrize("chunk", [1, 2, 256])
 def test_most_attended_equals_brute_force(monkeypatch, softcap, chunk):
     monkeypatch.setattr(kvzip, "QUERY_CHUNK", chunk)
-    q, keys = randn(B, HEADS * GROUP, 5, DIM), randn(B, HEADS, 9, DIM, seed=1)
-    lse = randn(B, HEADS * GROUP, 5, seed=3)
-    lse[1, :, 3] = float("inf")  # a padded query
-    most = most_attended(q, keys, lse, SCALE, softcap)
-    for row, head in itertools.product(range(B), range(HEADS)):
-        best = [0.0] * 9
-        for member, w in itertools.product(range(head * GROUP, (head + 1) * GROUP), range(5)):
-            logits = [SCALE * float(q[row, member, w] @ key) for key in keys[row, head]]
-            if softcap is not None:
-                logits = [softcap * math.tanh(x / softcap) for x in logits]
-            weights = [math.exp(x - float(lse[row, member, w])) for x in logits]
-            best = [max(pair) for pair in zip(best, weights)]
-        assert most[row, head].tolist() == pytest.approx(best, rel=1e-12)
+    q, keys = randn(B, HEADS * GROUP, 5, DIM), randn(B, HEADS, 12, DIM, seed=1)
+    _, lse, weights = attention(q, keys, keys, SCALE, softcap=softcap)
+    lse[1, :, 3], weights[1, :, 3] = float("inf"), 0  # a padded query
+    want = weights.unflatten(1, (HEADS, GROUP)).amax((2, 3))[..., :9]  # of all that queries attend to
+    torch.testing.assert_close(most_attended(q, keys[:, :, :9], lse, SCALE, softcap), want)
 
 
 @pytest.mark.parametrize("scratch", [1, 70, 1 << 24])
 def test_output_norms_equal_brute_force(monkeypatch, scratch):
     monkeypatch.setattr(output, "SCRATCH", scratch)
     values, projection = randn(B, HEADS, 9, DIM), randn(HIDDEN, HEADS * GROUP, DIM, seed=1)
-    got = output_norms(values, projection)
-    for row in range(B):
-        for head in range(HEADS):
-            for n, value in enumerate(values[row, head]):
-                group = projection[:, head * GROUP : (head + 1) * GROUP].flatten(0, 1)
-                expected = sum(abs(float(line @ value)) for line in group) / GROUP
-                assert float(got[row, head, n]) == pytest.approx(expected, rel=1e-12)
+    moved = torch.einsum("ohgd,bhnd->bhnog", projection.unflatten(1, (HEADS, GROUP)), values)
+    torch.testing.assert_close(output_norms(values, projection), moved.abs().sum((3, 4)) / GROUP)
     assert output_norms(values.bfloat16(), projection.bfloat16()).dtype == torch.float32
 
 

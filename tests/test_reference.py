@@ -18,12 +18,6 @@ from .states import attention, randn
 F64 = torch.float64
 
 
-def test_merge_of_partials_is_attention_over_the_union():
-    q, keys, values = randn(1, 4, 1, 8), randn(1, 4, 20, 8), randn(1, 4, 20, 8)
-    first, second = (attention(q, keys[:, :, part], values[:, :, part], 0.4)[:2] for part in (slice(7), slice(7, 20)))
-    torch.testing.assert_close(reference.merge_partials(*first, *second), attention(q, keys, values, 0.4)[:2])
-
-
 def pairs(num, seed=0, dtype=F64):
     return (2 * randn(2, 3, num, 8, seed=seed) + 5).to(dtype), (randn(2, 3, num, 6, seed=seed + 1) - 3).to(dtype)
 
@@ -92,14 +86,10 @@ def test_keydiff_in_bf16_does_not_tie():
 @pytest.mark.parametrize("pool, groups", [(1, 4), (5, 1), (7, 3)])
 def test_window_scores_equal_brute_force(groups, pool):
     q, keys = randn(2, 2 * groups, 4, 8), randn(2, 2, 20, 8, seed=1)
-    got = reference.window_scores(q, keys, 0.4, pool)
-    for row, head in ((row, head) for row in range(2) for head in range(2)):
-        weights = torch.zeros(20, dtype=F64)
-        for query in q[row, head * groups : (head + 1) * groups].flatten(0, 1):
-            weights += (0.4 * keys[row, head] @ query).softmax(0) / (4 * groups)
-        for n in range(20):
-            near = [weights[m] for m in range(n - pool // 2, n + pool // 2 + 1) if 0 <= m < 20]
-            torch.testing.assert_close(got[row, head, n], sum(near) / pool)
+    *_, weights = attention(q, keys, keys, 0.4)
+    weights = weights.unflatten(1, (2, groups)).mean((2, 3))
+    near = [weights[..., max(n - pool // 2, 0) : n + pool // 2 + 1].sum(-1) / pool for n in range(20)]
+    torch.testing.assert_close(reference.window_scores(q, keys, 0.4, pool), torch.stack(near, -1))
 
 
 def test_window_attention_is_causal_ignores_padding_and_shares_with_the_evicted():
