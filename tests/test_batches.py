@@ -129,19 +129,6 @@ def test_rows_that_end_early(mode, tmp_path):
     assert lengths[1] <= 5 < max(lengths)
 
 
-@pytest.mark.parametrize(
-    "name,mode", covering(["momentkv", "h2o", "compactor"], ["whole", "adaptive", "vector"], together=1)
-)
-def test_beams_of_a_batch_are_the_beams_of_each_row(name, mode, tmp_path):
-    """With evictions and reordering in between; each row's best two of three beams, in order."""
-    model, (ids, mask) = build(), prompt()
-    patch(model, name, tmp_path, mode)
-    options = {"num_beams": 3, "num_return_sequences": 2, "new": 12}
-    together = generate(model, ids, mask, **options)[:, -12:].view(3, 2, 12)
-    for row, pad in enumerate((0, 7, 19)):
-        assert torch.equal(together[row], generate(model, ids[row : row + 1, pad:], **options)[:, -12:])
-
-
 # Padding is never absorbed, however few tokens a forward has: a lone token may be padding too.
 
 ODD = (33, 28, 1)  # tokens of rows

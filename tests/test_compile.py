@@ -8,7 +8,7 @@ import fastkv
 from fastkv.integrations.transformers import captured
 
 from .families import tiny
-from .models import FAMILIES, LATENT, VOCAB, build, compressed_layers, generate, prompt, raises, small
+from .models import FAMILIES, LATENT, VOCAB, account, build, generate, prompt, raises, small
 from .pairwise import named
 from .test_head_shares import shares_of
 from .test_vector_cache import mapping
@@ -178,9 +178,7 @@ def test_a_captured_step_continues_prompts(name, every):
             token = step(token).argmax(-1, keepdim=True)
             tokens.append(token)
         assert torch.equal(torch.cat(tokens, 1), want)
-        for layer in compressed_layers(cache):
-            stored, count = cache.stored(layer), cache.moments(layer).count
-            assert torch.equal(stored + count, (mask.sum(-1, keepdim=True) + 19).expand_as(stored))
+        account(cache, mask.sum(-1) + 19)
         cache.reset()
 
 
@@ -215,8 +213,7 @@ def test_a_prompt_after_a_capture_loses_no_token(policy, monkeypatch):
     twin = cache.clone()
     fastkv.capture_decode(model, cache, 2)
     assert torch.equal(*(model(ids[:, :5], past_key_values=one).logits for one in (cache, twin)))
-    for layer in compressed_layers(cache):
-        assert torch.equal(cache.stored(layer) + cache.moments(layer).count, cache.stored(layer) * 0 + 34 + EVERY)
+    account(cache, torch.tensor([34 + EVERY] * 2))
 
 
 def test_captured_steps_refuse_what_they_cannot():

@@ -471,14 +471,6 @@ def test_heads_hold_what_they_are_dealt_and_memory_stays(setting):
     assert int(kept(cache)[0].sum()) <= (20 + 4) * HEADS * LAYERS
 
 
-@pytest.mark.parametrize("policy, block", [("fastkv", None), ("keydiff", 16), ("momentkv", 16)])
-def test_a_budget_as_large_as_the_text_changes_no_token(policy, block):
-    model, (ids, mask) = build("llama"), prompt()
-    want = generate(model, ids, mask, new=20)
-    patched(model, shares_of(model), tokens=80, policy=policy, prefill_block=block)
-    assert torch.equal(generate(model, ids, mask, new=20), want)
-
-
 def test_heads_are_dealt_anew_as_a_text_grows():
     """A short prompt is kept whole, a long one after it or much decoding makes heads differ; the total stays."""
     model, (ids, _) = build("llama"), prompt(batch=1, length=200, pads=(0,))

@@ -197,7 +197,7 @@ def test_decode_attention_with_sinks(split, groups, dim, dtype, splits):
     split(splits)
     case = sunk(Case.make(2, 2, groups, dim, 26, dtype, (23, 0, 1, 14), (0, 0, 7, 70)))
     check(case, attention=True)
-    check_vector(case, 70, (70, 0, 33, 1), None, 1, True)
+    check_vector(case)
 
 
 @pytest.mark.parametrize("size, splits", [(1e4, 2), (60000.0, 1)])
@@ -229,7 +229,7 @@ def test_decode_attention_of_wide_heads(split, dtype, splits):
     case = sunk(Case.make(1, 1, 4, 512, 37, dtype, (33,), (40,)))
     check(case, attention=True)
     check(Case.make(1, 1, 2, 272, 20, dtype, (19,), (9,), exact=True), 3.0)
-    check_vector(case, 20, (17,), None, 1, True)
+    check_vector(case, 20, (17,))
     check(Case.make(1, 1, 2, 512, 20, dtype, (19,), (9,), parts=6))
 
 
@@ -258,7 +258,7 @@ def test_num_programs_follows_the_device():
     assert [num_programs(64, 1040, sms) for sms in (108, 132, 148, 304)] == [2, 4, 4, 8]
 
 
-def check_vector(case, approx_slots, approx_lengths, softcap, order, append):
+def check_vector(case, approx_slots=70, approx_lengths=(70, 0, 33, 1), softcap=None, order=1, append=True):
     """`check` with tokens that have no value; of their slots, unused ones are NaN at impossible positions."""
     batch, heads, _, dim = case.state.exact.keys.shape
     dtype = case.q.dtype
@@ -280,14 +280,14 @@ def check_vector(case, approx_slots, approx_lengths, softcap, order, append):
 KNOWN = {"centroids": dict(parts=17, means=torch.bfloat16), "keys alone": {}, "moments": {}}
 
 
+def check_known(case, known):
+    check_vector(case) if known == "keys alone" else check(case)
+
+
 @pytest.mark.parametrize("name, dtype, known", covering(SHAPES, DTYPES, KNOWN, together=1))
 def test_shapes(name, dtype, known):
     *sizes, lengths, evicted = SHAPES[name]
-    case = Case.make(*sizes, dtype, lengths, evicted, **KNOWN[known])
-    if known == "keys alone":
-        check_vector(case, 70, (70, 0, 33, 1), None, 1, True)
-    else:
-        check(case)
+    check_known(Case.make(*sizes, dtype, lengths, evicted, **KNOWN[known]), known)
 
 
 @pytest.mark.parametrize("known", KNOWN)
@@ -297,10 +297,7 @@ def test_a_token_is_read_where_an_engine_has_it(known):
     parts = case.q, case.k[:, :, 0], case.v[:, :, 0]
     case.q, *pairs = torch.cat(parts, 1).split([6, 2, 2], 1)
     case.k, case.v = (part[:, :, None] for part in pairs)
-    if known == "keys alone":
-        check_vector(case, 70, (70, 0, 33, 1), None, 1, True)
-    else:
-        check(case)
+    check_known(case, known)
     raises("q must be contiguous for each sequence", replace(case, q=case.q.repeat(1, 1, 2)[..., ::2]).kernel)
 
 

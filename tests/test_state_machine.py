@@ -18,7 +18,7 @@ import fastkv
 from fastkv import Budget, FastKVCache, policies
 
 from .conftest import examples
-from .models import build, compressed_layers, generate, policy
+from .models import account, build, compressed_layers, generate, policy
 from .test_vector_cache import mapping
 
 POLICIES = {one.name: one for one in policies.ALL}
@@ -252,14 +252,11 @@ class Uses(RuleBasedStateMachine):
 
     def check_counts(self, cache, seen):
         """Every token of every head is stored or counted as evicted, within the slots; everything is a number."""
+        account(cache, seen)
         for layer in compressed_layers(cache):
-            state, stored = cache.layers[layer].state, cache.stored(layer)
-            assert torch.equal(state.seen, seen)
-            assert torch.equal(stored + cache.moments(layer).count, seen[:, None].expand_as(stored))
-            assert (stored.sum(-1) <= state.heads * cache.slots(layer)).all()
-            for tier in state.tiers.values():
+            assert (cache.stored(layer).sum(-1) <= 2 * cache.slots(layer)).all()
+            for tier in cache.layers[layer].state.tiers.values():
                 assert (tier.lengths <= (tier.limit if tier.starts is None else tier.starts.diff(dim=-1))).all()
-            assert all(tensor.isfinite().all() for _, tensor in state.named_tensors())
 
 
 @pytest.mark.timeout(1800)

@@ -17,9 +17,9 @@ from fastkv.errors import FastKVError
 from fastkv.integrations.transformers import rotations
 from fastkv.integrations.transformers.calibrate import weights_digest
 
-from .models import build, generate, policy, prompt, raises
-from .pairwise import FOLLOWERS, covering, named
-from .test_policy_matrix import EVERY, IN_BLOCKS, NAMES, TOKENS, check, small, two_turns
+from .models import build, generate, prompt, raises
+from .pairwise import covering, named
+from .test_policy_matrix import EVERY, TOKENS, check, small, two_turns
 
 
 def linear_model(name="llama", **changes):
@@ -63,21 +63,6 @@ def test_recovered_values_are_exact_where_the_map_is(block, backend):
     real = mask.bool()
     torch.testing.assert_close(got.logits[real], expected[real], atol=1e-4, rtol=0)
     assert torch.equal(generate(model, ids, mask, new=new), tokens)
-
-
-OTHERS = [name for name in NAMES if name != "duoattention"]
-
-
-@pytest.mark.parametrize(
-    "name,block",
-    covering(OTHERS, [None, 16], together=1, where=lambda name, block: not block or name in IN_BLOCKS, slow=FOLLOWERS),
-)
-def test_on_top_of_every_policy(name, block, tmp_path):
-    model = build()
-    chosen = policy(name, tmp_path)
-    cache = two_turns(model, chosen, small(), block, correction="vector+moments", vector=mapping(model))
-    tiers = [layer.state.approx for layer in cache.layers]
-    assert sum(int(tier.lengths.sum()) for tier in tiers if tier is not None)
 
 
 def test_a_budget_in_bytes_counts_everything():
