@@ -138,7 +138,7 @@ def test_sequences_do_not_depend_on_each_other(case):
             out = read_blocks(layer, [rows[b] for b in reading], [starts[b] for b in reading], cut)
             for b, own in zip(reading, out):
                 found[b].append(own)
-                clock.read(rows[b], min(starts[b] + BLOCK, lengths[b]))
+                clock.prompted[rows[b]] = min(starts[b] + BLOCK, lengths[b])
         if decoding:
             now = [rows[b] for b in decoding]
             due = [now[i] for i in clock.due(now, [lengths[b] + done[b] + 1 for b in decoding])]
@@ -204,10 +204,10 @@ def test_the_host_knows_when_sequences_are_due():
     clock = PagedClock(4)
     for name, blocks in ((7, (8, 13)), (2, (6,))):
         for seen in blocks:
-            clock.read(name, seen)
+            clock.prompted[name] = seen
     assert [clock.due([2, 7, 5], [6 + i, 13 + i, 4 * i]) for i in range(1, 7)] == [[], [], [], [], [0, 1], []]
     assert clock.due([7, 2], [18, 9]) == [0]
-    clock.read(7, 3)  # somebody else
+    clock.prompted[7] = 3  # somebody else
     assert clock.due([7], [18]) == [] and clock.due([7], [12]) == [0]
 
 

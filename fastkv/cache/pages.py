@@ -119,15 +119,12 @@ class PagedClock:
     What is due after a step happens before the next one, so that a captured step need not contain it; of a sequence
     that ends first, nobody asks.
 
-    Attributes: prompted: tokens of the prompts, by what the engine calls a sequence.
+    Attributes: prompted: tokens that blocks of its prompt have made so far of each sequence, by what the engine calls
+        it: perhaps as it called another one before.
     """
 
     def __init__(self, period: int) -> None:
         self.period, self.prompted = period, dict[int, int]()
-
-    def read(self, name: int, seen: int) -> None:
-        """A block of its prompt has made so many tokens of this sequence, which may have a former one's name."""
-        self.prompted[name] = seen
 
     def due(self, names: Sequence[int], seen: Sequence[int]) -> list[int]:
         """Which of the sequences in a batch evict before a step that makes so many tokens of each.

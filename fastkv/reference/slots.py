@@ -58,15 +58,7 @@ class RowFormat(SlotFormat):
     name: str = "model"
     bits: ClassVar[int] = 0
 
-    @property
-    def keys(self) -> RowFormat:  # type: ignore[override]
-        """Itself."""
-        return self
-
-    @property
-    def values(self) -> RowFormat:  # type: ignore[override]
-        """Itself."""
-        return self
+    keys = values = property(lambda self: self)  # type: ignore[assignment]  # of both the same
 
     def width(self, dim: int) -> int:
         """Elements of the codes of a row of `dim` numbers."""

@@ -159,8 +159,7 @@ class Batcher:
             if new:  # of those that go on the pages are known
                 asked = to_host(pages.index_select(0, *to_device([new], pages.device)))
                 self.pages.update((names[i], page) for i, page in zip(new, asked))
-        for i in (*reading, *begins):
-            self.clock.read(names[i], seen[i])
+        self.clock.prompted.update((names[i], seen[i]) for i in (*reading, *begins))
         due = {steps[j] for j in self.clock.due([names[i] for i in steps], [seen[i] for i in steps])}
         self._check(reading, counts, seen)
         found: Batch = {}
