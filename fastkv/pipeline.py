@@ -83,9 +83,7 @@ class FastKVTextGenerationPipeline(Pipeline):
         one = {} if asked is None else {"one": question is not None}
         return ({} if asked is None else {"questions": asked}), forward, one
 
-    def preprocess(  # type: ignore[override]
-        self, text: str, questions: list[str] | None = None
-    ) -> dict[str, Any]:
+    def preprocess(self, text: str, questions: list[str] | None = None) -> dict[str, Any]:  # type: ignore[override]
         """Tokens of what is read once, and of what comes after it for each question."""
         tokenizer: Any = self.tokenizer
         whole = partial(tokenizer, return_tensors="pt", verbose=False)
@@ -105,9 +103,7 @@ class FastKVTextGenerationPipeline(Pipeline):
         rows = [tokenizer(f"{question}{after}", add_special_tokens=False).input_ids for question in asked]
         return {"ids": ids, "questions": rows}
 
-    def _forward(  # type: ignore[override]
-        self, inputs: dict[str, Any], tokens: int = 50, **options: Any
-    ) -> Any:
+    def _forward(self, inputs: dict[str, Any], tokens: int = 50, **options: Any) -> Any:  # type: ignore[override]
         model: Any = self.model
         ids = inputs["ids"]
         with patched(model, **options) if options else nullcontext(), torch.no_grad():
@@ -117,9 +113,7 @@ class FastKVTextGenerationPipeline(Pipeline):
             cache = model(ids, use_cache=True, logits_to_keep=1)[CACHE]
             return {"written": answers(model, self.tokenizer, cache, ids, inputs["questions"], tokens)}
 
-    def postprocess(  # type: ignore[override]
-        self, outputs: dict[str, Any], one: bool = False
-    ) -> dict[str, Any]:
+    def postprocess(self, outputs: dict[str, Any], one: bool = False) -> dict[str, Any]:  # type: ignore[override]
         """As text."""
         tokenizer: Any = self.tokenizer
         decode = partial(tokenizer.decode, skip_special_tokens=True)

@@ -311,15 +311,13 @@ class BackendCodec(reference.Codec):
         """`form.encode`."""
         if not self._compiled(rows):
             return super().encode(form, rows)
-        stored: Stored = implementation("encode_rows", "cpu", "cpu")(form, rows)
-        return stored
+        return implementation("encode_rows", "cpu", "cpu")(form, rows)
 
     def decode(self, form: RowFormat, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
         """`form.decode`, in that dtype."""
         if not self._compiled(codes):
             return super().decode(form, codes, scales, dtype)
-        rows: Tensor = implementation("decode_rows", "cpu", "cpu")(form, codes, scales, dtype)
-        return rows
+        return implementation("decode_rows", "cpu", "cpu")(form, codes, scales, dtype)
 
     def _compiled(self, rows: Tensor) -> bool:
         """Whether C++ converts these; torch compiles a step whole, and leaves nothing to C++."""

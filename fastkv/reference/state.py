@@ -422,5 +422,4 @@ class Spec:
 
     def evicted(self, state: LayerState) -> Evicted | None:
         """What is mixed into attention for the evicted tokens of a layer; None for nothing."""
-        known: Evicted | None = None if self.correction is None else self.correction.evicted(state)
-        return known
+        return None if self.correction is None else self.correction.evicted(state)

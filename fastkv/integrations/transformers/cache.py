@@ -361,8 +361,7 @@ class FastKVCache(Cache):
 def stock_layers(model: Module) -> list[Any]:
     """The layers that transformers' own cache of the model would have."""
     config: Any = model.config
-    layers: list[Any] = DynamicCache(config=config.get_text_config(decoder=True)).layers
-    return layers
+    return DynamicCache(config=config.get_text_config(decoder=True)).layers
 
 
 def is_static(model: Module, wanted: bool | None, policy: Policy) -> bool:

@@ -222,8 +222,7 @@ def call_for_generate(self: Any, compile_config: Any) -> Callable[..., Any]:
     """
     if compile_config is None and Parallel.of(self).size == 1:
         return self.__call__ if self in NOT_CAPTURED else GeneratedSteps(self)
-    stock: Callable[..., Any] = type(self).get_compiled_call(self, compile_config)
-    return stock
+    return type(self).get_compiled_call(self, compile_config)
 
 
 class GeneratedSteps:

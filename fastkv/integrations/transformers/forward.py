@@ -301,8 +301,7 @@ def positions_for_generate(self: Any, inputs_tensor: Tensor, model_kwargs: dict[
     cache = model_kwargs.get(CACHE)
     if isinstance(cache, FastKVCache):
         self.base_model.rope_deltas = cache.rope_deltas
-    positions: Tensor = type(self)._prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs)
-    return positions
+    return type(self)._prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs)
 
 
 def update_kwargs(self: Any, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -188,8 +188,7 @@ def output_weight(module: Module) -> Tensor:
             f"this policy reads the output projection of attention, expected one named {', '.join(OUTPUTS)}, got none "
             f"in {type(module).__name__}; use another policy"
         )
-    weight: Tensor = found.weight.T if isinstance(found, Conv1D) else found.weight
-    return weight
+    return found.weight.T if isinstance(found, Conv1D) else found.weight
 
 
 def output_projection(module: Module, value_dim: int) -> Tensor:
