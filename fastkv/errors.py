@@ -62,6 +62,11 @@ def check_groups(op: str, num_heads: int, num_kv_heads: int) -> int:
     return num_heads // num_kv_heads
 
 
+def alternatives(numbers: Sequence[int]) -> str:
+    """The numbers that there are, each once, for messages: `2 or 4`."""
+    return " or ".join(map(str, sorted(set(numbers)))) or "none"
+
+
 def not_installed(extra: str) -> str:
     """Which modules of an extra of the distribution are missing and how to get them; empty if none is."""
     absent = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]

@@ -366,8 +366,7 @@ class FastKVAttention(Module):
         if self.state is None:
             return torch.empty(0, dtype=torch.int64, device="cpu")
         host = [self.prompt, self.length, self.cache.workspace.clock.now.steps, *_sizes(self.cache.held()[1].layout)]
-        tiers = self.state.tiers.values()
-        host += [number for tier in tiers for number in (tier.filled, tier.limit)]
+        host += [number for tier in self.state.tiers.values() for number in (tier.filled, tier.limit)]
         if not self.config.slots.plain:
             host += [list(FORMATS).index(self.config.slots.name), DTYPES.index(self.state.exact.dtype)]
         return torch.tensor(host, device="cpu")

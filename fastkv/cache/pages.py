@@ -169,8 +169,7 @@ class PagedBlocks:
         tokens = starts[:, None] + torch.where(valid, places, 0)
         sequence = torch.arange(len(lengths), device=index.device).repeat_interleave(counts, output_size=total)
         within = torch.arange(total, device=index.device) - (counts.cumsum(0) - counts)[sequence]
-        own = starts[sequence] + within
-        return cls(lengths, before, index, valid, tokens, own, sequence, within)
+        return cls(lengths, before, index, valid, tokens, starts[sequence] + within, sequence, within)
 
     def split(self, most: int) -> list[PagedBlocks]:
         """At most so many sequences each; the same for all layers that ask."""

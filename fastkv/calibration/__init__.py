@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from ..errors import FastKVError, is_number
+from ..errors import FastKVError, alternatives, is_number
 
 FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -338,14 +338,13 @@ class HeadShares:
         """Raise FastKVError unless a model has so many KV heads in its compressed layers."""
         if list(self.heads) != heads:
             raise FastKVError(
-                f"the shares are for {len(self.heads)} layers of {_spread(self.heads)} KV heads, got a model with "
-                f"{len(heads)} of {_spread(heads)}; calibrate it with fastkv calibrate heads"
+                f"the shares are for {len(self.heads)} layers of {alternatives(self.heads)} KV heads, got a model with "
+                f"{len(heads)} of {alternatives(heads)}; calibrate it with fastkv calibrate heads"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, whole or not at all. Raises: FastKVError if that fails."""
-        tensors = {"shares": self.table, "heads": torch.tensor(self.heads, device="cpu")}
-        FILE.save(path, self, tensors)
+        FILE.save(path, self, {"shares": self.table, "heads": torch.tensor(self.heads, device="cpu")})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], config: Any = None) -> HeadShares:
@@ -358,10 +357,6 @@ class HeadShares:
         if tensors.keys() != {"shares", "heads"} or tensors["heads"].ndim != 1 or tensors["heads"].is_floating_point():
             raise FILE.damaged(path)
         return cls(tensors["shares"], tuple(tensors["heads"].tolist()), **facts)
-
-
-def _spread(numbers: Any) -> str:
-    return " or ".join(str(number) for number in sorted(set(numbers)))
 
 
 def _scaled(rest: Tensor, total: float, most: float) -> Tensor:

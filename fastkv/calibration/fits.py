@@ -86,8 +86,7 @@ class VectorMap:
         """
         if layer not in self.r2:
             raise FastKVError(f"layer {layer} has no map, the fitted layers are {sorted(self.r2)}; choose one of them")
-        heads = len(self.weights[layer])
-        return (self.r2[layer] > self.threshold).expand(heads).tolist()
+        return (self.r2[layer] > self.threshold).expand(len(self.weights[layer])).tolist()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file with a JSON header, as `TensorFile.save` does."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from .. import ops
-from ..errors import FastKVError
+from ..errors import FastKVError, alternatives
 from .base import Policy, Shares, Signals, check_at_least, check_within
 
 
@@ -89,8 +89,8 @@ class DuoAttention(Streaming):
         if found != list(heads):
             raise FastKVError(
                 f"duoattention: the pattern must have a line per layer and a number per KV head, {len(heads)} lines of "
-                f"{_sizes(heads)} for this model, got {len(found)} of {_sizes(found)} in {self.pattern}; use the file "
-                "made for this model"
+                f"{alternatives(heads)} for this model, got {len(found)} of {alternatives(found)} in {self.pattern}; "
+                "use the file made for this model"
             )
 
     def head_tokens(self, layer: int, heads: int, tokens: int, reserved: int) -> tuple[int, ...] | None:
@@ -103,10 +103,6 @@ class DuoAttention(Streaming):
         share, left = divmod(heads * tokens - (heads - count) * reserved, count)
         ranks = [sum(retrieval[:head]) for head in range(heads)]
         return tuple(share + (rank < left) if full else reserved for full, rank in zip(retrieval, ranks))
-
-
-def _sizes(numbers: Sequence[int]) -> str:
-    return " or ".join(str(number) for number in sorted(set(numbers))) or "none"
 
 
 @cache

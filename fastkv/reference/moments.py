@@ -172,8 +172,7 @@ class Moments(Evicted):
         for start in range(0, keys.shape[2], CHUNK):
             part = slice(start, start + CHUNK)
             inside = None if mask is None else mask[:, :, part]
-            pairs = (keys[:, :, part], values[:, :, part], inside, dtype)
-            total = total.merge(Moments.of(*pairs, self.order))
+            total = total.merge(Moments.of(keys[:, :, part], values[:, :, part], inside, dtype, self.order))
         return total
 
     def check(self, op: str, batch: int, heads: int, dim: int, value_dim: int) -> None:

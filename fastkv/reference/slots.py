@@ -58,7 +58,7 @@ class RowFormat(SlotFormat):
     name: str = "model"
     bits: ClassVar[int] = 0
 
-    keys = values = property(lambda self: self)  # type: ignore[assignment]  # of both the same
+    keys = values = property(lambda self: self)  # of both the same
 
     def width(self, dim: int) -> int:
         """Elements of the codes of a row of `dim` numbers."""

@@ -91,8 +91,7 @@ class DecodeStep:
         if empty:
             model(self.tokens.expand(-1, 2), **{CACHE: cache})
         clock = cache.workspace.clock
-        changed = cache.changed()
-        self.start, self.saved = clock.now, [(tensor, tensor.clone()) for tensor in changed]
+        self.start, self.saved = clock.now, [(tensor, tensor.clone()) for tensor in cache.changed()]
         self.replay: dict[bool, Callable[[], Tensor]] = {}
         try:
             for link in (clock.first, clock.last):

@@ -184,10 +184,9 @@ def _cached_at(decoder: Any, position: int) -> list[tuple[Any, Any]]:
     """Keys and values [ROWS, Hkv, 1, D] that each layer caches of tokens without a past; None for linear layers."""
     weight = decoder.get_input_embeddings().weight
     ids = _drawn(len(weight), (ROWS, 1)).to(weight.device)
-    cache = _empty_cache(decoder)
+    cache: Any = _empty_cache(decoder)
     decoder(input_ids=ids, position_ids=torch.full_like(ids, position), **{CACHE: cache}, use_cache=True)
-    layers: list[Any] = cache.layers
-    return [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
+    return [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
 
 
 def _empty_cache(decoder: Any) -> DynamicCache:
