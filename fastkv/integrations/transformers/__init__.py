@@ -267,15 +267,14 @@ def attach(model: Module, found: list[Module], config: Config) -> None:
         _override(module, "_fastkv_prepares", base is not decoder and forward.prepares_masks(base))
     _override(decoder, "_fastkv_decoder_forward", decoder.forward)
     _override(decoder, "forward", forward.replacing(type(decoder).forward, forward.decoder_forward))
-    _override(base, "_fastkv_config", config)
-    _override(base, "_fastkv_dtype", base.dtype)
+    for module in (base, model):
+        _override(module, "_fastkv_config", config)
+        _override(module, "_fastkv_dtype", module.dtype)
     _override(base, "_fastkv_num_layers", len(stock_layers(model)))
     _override(base, "_fastkv_head", modules.get_head(model))
     _override(base, "_fastkv_base_forward", base.forward)
     _override(base, "forward", forward.replacing(type(base).forward, forward.base_forward))
     if base is not model:
-        _override(model, "_fastkv_config", config)
-        _override(model, "_fastkv_dtype", model.dtype)
         model.register_forward_pre_hook(forward.announce_logits, with_kwargs=True)
     if hasattr(model, "_prepare_cache_for_generation"):
         _override(model, "_prepare_cache_for_generation", forward.prepare_cache)

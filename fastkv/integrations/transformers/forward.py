@@ -247,13 +247,13 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
     begins = brought is None or (isinstance(brought, FastKVCache) and not brought.started)
     chunk, mask = getattr(generation_config, "prefill_chunk_size", None), model_kwargs.get("attention_mask")
     several = chunk and not (isinstance(mask, Tensor) and mask.shape[1] <= chunk)
-    if begins and several and generation_config.use_cache is not False:
-        if config.budget.follows_prompt or config.deferred:
-            raise FastKVError(
-                "prefill_chunk_size hands a prompt over in parts, of which the first would decide how much is kept; "
-                "leave it out, give a budget in tokens, or use prefill_block of fastkv.patch"
-            )
-    if model_kwargs.get(CACHE) is not None or generation_config.use_cache is False:
+    first_decides = config.budget.follows_prompt or config.deferred
+    if begins and several and first_decides and generation_config.use_cache is not False:
+        raise FastKVError(
+            "prefill_chunk_size hands a prompt over in parts, of which the first would decide how much is kept; "
+            "leave it out, give a budget in tokens, or use prefill_block of fastkv.patch"
+        )
+    if brought is not None or generation_config.use_cache is False:
         return stock(self, generation_config, model_kwargs, *args, **kwargs)
     if getattr(generation_config, "is_assistant", False):
         raise FastKVError("a patched model cannot be the assistant of another; call fastkv.unpatch(assistant) first")

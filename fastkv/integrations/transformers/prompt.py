@@ -358,7 +358,10 @@ def read_again(
     assert first is not None
     second = cache.config.policy.second_reading or SecondReading()
     batch, num = mask.shape
-    follows = None if first.positions is None else next_position(first.positions, mask)
+    follows = None
+    if first.positions is not None:  # after the largest one of the prompt; of M-RoPE are the last three
+        largest = first.positions if first.positions.ndim == 2 else first.positions[-3:].amax(0)
+        follows = torch.where(mask.bool(), largest, 0).amax(-1, keepdim=True).long() + 1
     # Chunks count real tokens, so that a row does not depend on how far it is padded.
     order = (mask == 0).to(torch.uint8).argsort(dim=-1, stable=True)
     row = torch.arange(batch, device=order.device)[:, None]
@@ -396,15 +399,6 @@ def read_again(
     cache.prompt = first
     for index, layer in others.items():
         cache.layers[index] = layer
-
-
-def next_position(positions: Tensor, mask: Tensor) -> Tensor:
-    """The position [B, 1], int64, after a prompt's tokens; mask [B, N]: 0 for padding.
-
-    Args: positions: [1 or B, N], or [3 or 4, B, N], the last three of which are of M-RoPE.
-    """
-    largest = positions if positions.ndim == 2 else positions[-3:].amax(0)
-    return torch.where(mask.bool(), largest, 0).amax(-1, keepdim=True).long() + 1
 
 
 def share_to_keep(base: Any, config: Config, hidden: Tensor, ids: Tensor, mask: Tensor | None) -> float:

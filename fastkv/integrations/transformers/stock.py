@@ -138,16 +138,12 @@ def numbers(layer: Any) -> dict[str, int]:
 
 def fits(layer: Any, saved: Mapping[str, Tensor]) -> bool:
     """Whether an empty layer could have held these tensors."""
-    pairs, states = [name for name in PAIRS if name in saved], _state_names(layer)
+    pairs = [name for name in PAIRS if name in saved]
     if (isinstance(layer, DynamicLayer) and len(pairs) == 1) or any(saved[name].ndim != 4 for name in pairs):
         return False
-    return saved.keys() <= states | (set(PAIRS) if isinstance(layer, DynamicLayer) else set())
-
-
-def _state_names(layer: Any) -> set[str]:
-    """What the states of a layer are called; of a layer without linear attention, none are."""
     held = [(name, vars(layer)[name]) for name in STATES if name in vars(layer)]
-    return {f"{name}.{place}" for name, states in held for place in (states if isinstance(states, dict) else (0,))}
+    known = {f"{name}.{place}" for name, states in held for place in (states if isinstance(states, dict) else (0,))}
+    return saved.keys() <= known | (set(PAIRS) if isinstance(layer, DynamicLayer) else set())
 
 
 def fill(layer: Any, saved: Mapping[str, Tensor], counts: Mapping[str, int], device: torch.device) -> None:
