@@ -68,6 +68,11 @@ class FastKVLayer(CacheLayerMixin):
         """Count the new tokens and hand them on: keys and values [B, Hkv, T, D] are returned as they came."""
         if not self.is_initialized or (not self.cache.started and key_states.shape[0] != self.batch_size):
             self.lazy_initialization(key_states, value_states)
+        if key_states.shape[0] != self.batch_size:
+            raise FastKVError(
+                f"this cache holds {self.batch_size} sequences, got {key_states.shape[0]}; use another, reset() it or "
+                "change its batch with batch_select_indices and batch_repeat_interleave"
+            )
         if self.sizes and self.sizes != sizes_of(key_states, value_states):
             raise FastKVError(
                 f"layer {self.cache.layer} of this cache holds KV heads and numbers of their keys and values of "
