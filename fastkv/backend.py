@@ -47,8 +47,13 @@ def implementation(name: str, backend: str, device: str) -> Callable[..., Any]:
     """The function of that name in a backend; the reference's where it has none, on the same tensors.
 
     Args: device: the type of the tensors' device. Modules are imported on first use, triton not before.
+    Raises: FastKVError for an unknown backend, and for kernels on a CPU without Triton's interpreter.
     """
-    module = import_module(MODULES[resolve(backend, torch.device(device))], __package__)
+    chosen = resolve(backend, torch.device(device))
+    problem = why_not(chosen, torch.device(device)) if device == "cpu" else None
+    if problem is not None:
+        raise FastKVError(f"the Triton kernels cannot run: {problem}; use backend='reference'")
+    module = import_module(MODULES[chosen], __package__)
     return getattr(module, name, None) or getattr(import_module(MODULES["reference"], __package__), name)
 
 

@@ -72,6 +72,7 @@ def test_reasons(monkeypatch):
     assert why_not("triton", CPU) is None
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     assert "Triton's interpreter, which is off" in why_not("triton", CPU)
+    raises("cannot run: on cpu they need", backend.implementation.__wrapped__, "z_scores", "triton", "cpu")
     monkeypatch.setattr(backend, "why_no_triton", lambda: "triton is not installed")
     assert why_not("triton", CUDA) == "triton is not installed"
 
