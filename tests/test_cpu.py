@@ -15,6 +15,7 @@ from fastkv.reference import Centroids, Moments, centroids
 from fastkv.rotary import Rotary
 
 from .conftest import examples
+from .models import raises
 from .states import compiled_step, copied, in_slab, make_spec, make_state, shrink, sinks
 
 SCALE = 0.3
@@ -322,6 +323,26 @@ def test_what_queries_to_come_are_expected_to_read(batch, heads, groups, old, nu
     want = reference.expected_attention(*told, *rest, valid=valid)
     got = cpu.expected_attention(keys, values, *found[:2], *rest, valid=valid)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-30)
+
+
+def test_what_is_compiled_reads_no_further_than_tensors_go():
+    """Others are refused, before anything is read."""
+    keys, mask = torch.randn(2, 3, 20, 32), torch.ones(2, 3, 20, dtype=torch.bool)
+    places, few, rotary = torch.arange(20, dtype=torch.int32).expand(2, 3, 20), mask[:, :, :9], Rotary(torch.rand(16))
+    mean, covariance, count = cpu.queries_ahead(keys, places, mask, rotary, 4, 0)
+    rest = count, SCALE, 0.0, keys[..., 0]
+    state = make_state(keys, keys, torch.full((2, 3), 20), places, torch.full((2,), 20))
+    state.parts = Centroids.empty(2, 3, 4, 32, 32)
+    raises("mask must have", cpu.keydiff_scores, keys, "mean", distance="cosine", mask=few)
+    turned = {"mask": None, "positions": places[:, :1], "rotary": rotary}
+    raises("positions must have", cpu.keydiff_scores, keys, "mean", distance="cosine", **turned)
+    raises("valid must have", cpu.queries_ahead, keys, places, few, rotary, 4, 0)
+    raises("valid must have", cpu.expected_attention, keys, keys, mean, covariance, *rest, valid=few)
+    raises("mean must have", cpu.expected_attention, keys, keys, mean[:1], covariance, *rest, valid=mask)
+    raises("covariance must have", cpu.expected_attention, keys, keys, mean, covariance[:1], *rest, valid=mask)
+    raises("expected must have", cpu.needed_scores, keys[..., 0], few.float(), None, mask)
+    raises("protected must have", cpu.select, keys[..., 0], places, mask, few, 3)
+    raises("kept must have", cpu.remember, keys, keys, places, mask, few, 20, state, make_spec())
 
 
 @CASES

@@ -8,6 +8,7 @@ contents.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -167,6 +168,7 @@ def keydiff_scores(
     if not (means and plain and halves_fit(keys) and cpu.available("key_scores")):
         told = {"distance": distance, "positions": positions, "rotary": rotary}
         return reference.keydiff_scores(keys, anchor, mask=hiding(mask), **told)  # type: ignore[arg-type]
+    check_alike("keydiff_scores", keys.shape[:3], mask=mask, positions=positions)
     turn = None if rotary is None or positions is None else rotary.turn(positions)
     rows, out = keys.float().contiguous(), torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
     valid = torch.ones_like(out, dtype=torch.bool) if mask is None else mask.contiguous()
@@ -182,7 +184,9 @@ def queries_ahead(
     batch, heads, _, dim = queries.shape
     if not halves_fit(queries) or not cpu.available("expected"):
         return reference.queries_ahead(queries, positions, valid, rotary, horizon, sinks)
+    check_alike("queries_ahead", positions.shape, valid=valid)
     places, real, newest = queries_of(queries, positions, valid, sinks)
+    check_alike("queries_ahead", (batch, 1, queries.shape[2]), positions=places)
     turned = rotary.halves(dim)
     rows, strides = in_rows(queries if turned else rotary.unrotate(queries.float(), places))
     turn = (part / rotary.scaling for part in rotary.turn(places)) if turned else (None, None)
@@ -208,13 +212,24 @@ def expected_attention(
     if not halves_fit(keys) or mean.dtype != torch.float32 or not cpu.available("expected"):
         told = mean, covariance, count, scale, epsilon, memory
         return reference.expected_attention(keys, values, *told, valid=valid)
-    batch, heads, *size = keys.shape
-    groups, (rows, strides) = check_groups("expected_attention", mean.shape[1], heads), in_rows(keys)
-    attention = rows.new_empty(keys.shape[:3])
+    op, (batch, heads, num, dim), num_heads = "expected_attention", keys.shape, mean.shape[1]
+    groups = check_groups(op, num_heads, heads)
+    check_alike(op, (batch, heads, num), valid=valid)
+    check_alike(op, (batch, num_heads, 1, dim), mean=mean)
+    check_alike(op, (batch, num_heads, dim, dim), covariance=covariance)
+    rows, strides = in_rows(keys)
+    attention = rows.new_empty(batch, heads, num)
     tensors = rows, *(one.contiguous() for one in (mean, covariance, valid)), attention
-    sizes = batch, heads, groups, *size, torch.get_num_threads()
+    sizes = batch, heads, groups, num, dim, torch.get_num_threads()
     cpu.run("expected", "expected", "Expected", *tensors, *sizes, strides, scale)
     return times_length(attention + epsilon, values, count, memory, valid)
+
+
+def check_alike(op: str, shape: Sequence[int], **tensors: Tensor | None) -> None:
+    """Raise FastKVError unless what C++ will read is of that shape."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check_shape(op, name, tensor, shape)
 
 
 def halves_fit(rows: Tensor) -> bool:
@@ -239,6 +254,7 @@ def needed_scores(unlike: Tensor, expected: Tensor | None, reread: Tensor | None
     reasons = unlike, expected, reread
     if not cpu.available("choice") or any(one is not None and one.dtype != torch.float32 for one in reasons):
         return reference.needed_scores(unlike, expected, reread, valid)
+    check_alike("needed_scores", unlike.shape, expected=expected, reread=reread, valid=valid)
     out = torch.empty(unlike.shape, dtype=torch.float32, device=unlike.device)
     tensors = [one if one is None else one.contiguous() for one in (*reasons, valid)]
     cpu.run("choice", "needed", "Needed", *tensors, out, *heads_of(valid))
@@ -251,10 +267,9 @@ def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, 
         sorting: Any = reference.select if isinstance(tokens, int) else reference.select_each
         return sorting(scores, positions, valid, protected, tokens)  # type: ignore[no-any-return]
     shape = scores.shape
-    for name, tensor in (("positions", positions), ("valid", valid), ("protected", protected)):
-        check_shape("select", name, tensor, shape)
+    check_alike("select", shape, positions=positions, valid=valid, protected=protected)
     found = Selection(valid.new_empty(shape), positions.new_empty(shape[:-1], dtype=torch.int64))
-    numbers = torch.full_like(found.counts, tokens) if isinstance(tokens, int) else tokens.long()
+    numbers = torch.full_like(found.counts, tokens) if isinstance(tokens, int) else tokens.long().expand(shape[:-1])
     tensors = (one.contiguous() for one in (scores.float(), positions, valid, protected, numbers))
     cpu.run("choice", "choose", "Choosing", *tensors, *found, *heads_of(valid))
     return found
@@ -323,6 +338,7 @@ def remember(
     if not isinstance(parts, Centroids) or not ready or not all(one.is_contiguous() for one in parts.tensors()):
         reference.remember(keys, values, positions, valid, kept, most, state, spec)
         return
+    check_alike("remember", keys.shape[:3], positions=positions, valid=valid, kept=kept)
     index, inside = gone_first(positions, valid, kept, most)
     join(parts, reference.rows_at(keys, index), reference.rows_at(values, index), inside)
 
