@@ -145,8 +145,8 @@ def test_pages_hold_every_budget_that_may_be_asked(model, tmp_path):
 class Base:
     """What a scheduler of vLLM has, as far as `InBlocks` looks at it."""
 
-    def __init__(self):
-        self.block, self.menu, self.streams, self.grammar_compile_error_reqs = 64, MENU, set(), set()
+    def __init__(self, ending=dict):
+        self.block, self.menu, self.streams, self.grammar_compile_error_reqs = 64, MENU, set(), ending()
         self.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
         self.encoder_cache_manager = SimpleNamespace(cache_size=100, free=lambda request: self.let_go.append(request))
         self.max_num_encoder_input_tokens, self.added, self.let_go = 2000, [], []
@@ -171,6 +171,7 @@ def asked(name="0", tokens=300, pictures=(), resumable=False, ids=(), **params):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("ending", [set, dict], ids=["vLLM 0.32", "vLLM 0.33"])
 @pytest.mark.parametrize(
     "request_, refused",
     [
@@ -183,10 +184,10 @@ def asked(name="0", tokens=300, pictures=(), resumable=False, ids=(), **params):
         (asked(pictures=[(10, 101)]), True),
     ],
 )
-def test_what_blocks_cannot_serve_is_refused(request_, refused):
-    blocks = Blocks()
+def test_what_blocks_cannot_serve_is_refused(request_, refused, ending):
+    blocks = Blocks(ending)
     blocks.add_request(request_)
-    assert blocks.added == [request_] and blocks.grammar_compile_error_reqs == ({"0"} if refused else set())
+    assert blocks.added == [request_] and set(blocks.grammar_compile_error_reqs) == ({"0"} if refused else set())
     if refused:
         assert blocks._reserve_prefill_lookahead(request_, 0, 64) == 0, "it ends without a step"
 
@@ -195,10 +196,18 @@ def test_the_end_of_a_stream_that_was_refused_is_refused():
     blocks, parts = Blocks(), [asked(resumable=True), asked(resumable=True), asked(tokens=1), asked(tokens=1)]
     for part in parts[:3]:
         blocks.add_request(part)
-    assert blocks.added == parts[:3] and blocks.grammar_compile_error_reqs == {"0"} and not blocks.streams
+    assert blocks.added == parts[:3] and set(blocks.grammar_compile_error_reqs) == {"0"} and not blocks.streams
     blocks.grammar_compile_error_reqs.clear()
     blocks.add_request(parts[3])
     assert not blocks.grammar_compile_error_reqs
+
+
+def test_why_a_request_is_refused_is_passed_on():
+    """By vLLM since 0.33."""
+    blocks = Blocks()
+    blocks.add_request(asked(seed=1, temperature=0.8))
+    error = blocks.grammar_compile_error_reqs["0"]
+    assert error.code == "validation_error" and error.message.endswith("leave seed out")
 
 
 def test_the_scheduler_knows_how_long_embeddings_are():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.outputs import RequestError
 from vllm.sampling_params import SamplingType
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy, get_request_block_hasher, init_none_hash
@@ -74,7 +75,11 @@ class InBlocks:
             kind = self.kind_of(request)
         except ValueError as refusal:
             logger.warning("fastkv: request %s is refused: %s", request.request_id, refusal)
-            self.grammar_compile_error_reqs.add(request.request_id)  # type: ignore[attr-defined]
+            ending = self.grammar_compile_error_reqs  # type: ignore[attr-defined]
+            if isinstance(ending, dict):  # since vLLM 0.33, which passes the error on
+                ending[request.request_id] = RequestError("validation_error", str(refusal))
+            else:
+                ending.add(request.request_id)
             (self.streams.add if request.resumable else self.streams.discard)(request.request_id)
             return
         params = request.sampling_params
@@ -199,6 +204,8 @@ class FromPrefixes(InBlocks):
         found = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         if found:
             self.granted.add(request.request_id)
+        else:  # vLLM 0.33 goes on to those behind it
+            self.prefixes.leave(request.request_id)
         return found
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
@@ -206,9 +213,11 @@ class FromPrefixes(InBlocks):
         self.prefixes.clear()
         return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc, no-any-return]
 
-    def _get_local_prefix_cache_hit(self, request: Any) -> tuple[Any, int, int, bool]:
+    def _get_local_prefix_cache_hit(self, request: Any, most: int | None = None) -> tuple[Any, int, int, bool]:
         """For a request that may begin: blocks of vLLM's own layers; how many tokens it need not compute; how many of
         its tokens are known, if vLLM's layers know fewer, which will keep those.
+
+        Args: most: tokens that it need not compute, at most; vLLM says so since 0.33.
         """
         blocks, name = self.kv_cache_manager.empty_kv_cache_blocks, request.request_id  # type: ignore[attr-defined]
         if request.skip_reading_prefix_cache or name in self.passed_over:
@@ -221,7 +230,8 @@ class FromPrefixes(InBlocks):
             return self._others(request, number * self.size) is not None
 
         # Two tokens at least are read: of a single one, which is decoded, nobody knows that a prompt ends with it.
-        keys = self._keys(request)[: max(request.num_prompt_tokens - 2, 0) // self.size]
+        end = max(request.num_prompt_tokens - 2, 0)
+        keys = self._keys(request)[: (end if most is None else min(end, most)) // self.size]
         self.looked[name] = found = self.prefixes.find(name, keys, accept) * self.size
         if found:
             blocks = self._others(request, found)
