@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -146,7 +147,11 @@ class Compression:
 
     @cached_property
     def others(self) -> list[KVCacheSpec]:
-        """What vLLM keeps caches of besides: it then gives every layer a page as large as the largest."""
+        """What vLLM keeps caches of besides, in blocks of the size that it will choose: it then gives every layer a page
+        as large as the largest.
+        """
+        if not self.vllm_config.model_config.is_hybrid:  # it fits states to our pages, which are not known yet
+            current_platform.update_block_size_for_backend(self.vllm_config)  # vLLM 0.33 calls it after this
         ours = compressed(self.vllm_config)
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
         specs = [layer.get_kv_cache_spec(self.vllm_config) for name, layer in layers.items() if name not in ours]
