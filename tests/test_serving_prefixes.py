@@ -178,18 +178,6 @@ def test_a_page_that_is_read_from_is_not_given_away_in_that_step():
     assert pool.get_new_blocks(1)[0].block_id == source and not prefixes.kept
 
 
-def test_who_does_not_begin_holds_nothing():
-    pool, contents = Pool(4), {}
-    prefixes = Prefixes(pool, 3)
-    read(prefixes, pool, contents, "a1")
-    prefixes.begin()
-    assert prefixes.find("x", keys_of("a1x")) == 2 and pool.get_num_free_blocks() == 2
-    prefixes.leave("x")
-    prefixes.leave("y")
-    assert not prefixes.found and pool.get_num_free_blocks() == 3
-    assert prefixes.find("x", keys_of("a1x")) == 2
-
-
 def test_what_a_step_reached_is_found_in_the_next_before_it_is_kept():
     pool, contents = Pool(4), {}
     prefixes, first = Prefixes(pool, 2), Request(tuple("a1"), 1)

@@ -4,7 +4,7 @@ import pytest
 
 from fastkv.integrations.vllm.scheduler import tokens_now
 
-from .engine import Alone, Traffic, prompt, start
+from .engine import SEQUENCES, Alone, Traffic, prompt, start
 
 POLICIES = ["momentkv", "keydiff", "fastkv", "snapkv", "h2o"]
 BLOCK = 64
@@ -49,3 +49,15 @@ def test_requests_among_others(model, policy, block):
 )  # fmt: skip
 def test_steps_end_where_blocks_end(prompt_length, computed, offered, block, expected):
     assert tokens_now(prompt_length, computed, offered, block) == expected
+
+
+def test_requests_begin_in_order(model):
+    """A step with room for a block and 16 tokens: the second request waits for a block, and the third behind it."""
+    traffic = Traffic(start(model, settings("keydiff", BLOCK), max_num_batched_tokens=BLOCK + SEQUENCES))
+    for name, length in (("0", 200), ("1", 200), ("2", 10)):
+        traffic.ask(name, prompt(length), NUM)
+    traffic.turn(2)
+    assert [request.num_prompt_tokens for request in traffic.scheduler.running] == [200]
+    traffic.turn(2)
+    assert [request.num_prompt_tokens for request in traffic.scheduler.running] == [200, 200]
+    assert {len(answer) for answer in traffic.finish().values()} == {NUM}

@@ -67,10 +67,6 @@ class Prefixes:
             return 0
         return 0
 
-    def leave(self, name: str) -> None:
-        """The request does not begin in this turn: let go of what it found."""
-        self._release(self.found.pop(name, []))
-
     def copies(self, begun: dict[str, Sequence[int]]) -> list[tuple[int, int]]:
         """What is to be copied before anything is computed in this turn: numbers of pages, each source with its target.
         No page is both.

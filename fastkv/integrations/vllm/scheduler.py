@@ -15,10 +15,12 @@ from vllm.sampling_params import SamplingType
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy, get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
 from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, KVCacheSpec, MambaSpec
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
+from vllm.v1.request import RequestStatus
 
 from ...errors import FastKVError
 from . import settings
@@ -131,12 +133,24 @@ class InBlocks:
         self.encoder_cache_manager.free(request)  # type: ignore[attr-defined]
         return [], 0, encoder_compute_budget, [], []
 
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """A step. Requests begin in order: nobody behind one that has to wait for tokens. vLLM 0.33 looks at all who
+        wait, however many.
+        """
+        state = self.pause_state  # type: ignore[attr-defined]
+        step = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._pause_state = state
+        return step
+
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """vLLM's last word on the number of tokens."""
         if request.request_id in self.grammar_compile_error_reqs:  # type: ignore[attr-defined]
             return 0  # refused: it ends with this step
         offered = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)  # type: ignore[misc]
-        return tokens_now(request.num_prompt_tokens, num_computed_tokens, offered, self.block)
+        found = tokens_now(request.num_prompt_tokens, num_computed_tokens, offered, self.block)
+        if not found and request.status != RequestStatus.RUNNING:
+            self._pause_state = PauseState.PAUSED_NEW  # until the step is made
+        return found
 
 
 class FromPrefixes(InBlocks):
@@ -204,8 +218,6 @@ class FromPrefixes(InBlocks):
         found = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         if found:
             self.granted.add(request.request_id)
-        else:  # vLLM 0.33 goes on to those behind it
-            self.prefixes.leave(request.request_id)
         return found
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
