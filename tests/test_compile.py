@@ -299,5 +299,6 @@ def test_generate_does_not_capture_tokens_at_positions_of_their_own():
     steps = captured.GeneratedSteps(model)
     steps.eager = captured.EAGER
     with pytest.warns(UserWarning, match="not captured, which is slower: tokens have positions of their own"):
-        steps(input_ids=ids[:, :1], position_ids=torch.full((2, 1), 40), past_key_values=cache, use_cache=True)
+        own = torch.full((2, 1), 40)
+        steps(input_ids=ids[:, :1], position_ids=own, use_cache=True, **{captured.CACHE: cache})
     assert steps.step is None and cache.get_seq_length() == 31

@@ -246,7 +246,7 @@ class GeneratedSteps:
                 self._capture(given[CACHE], given["input_ids"], given.get("position_ids"))
             if self.step is not None:
                 logits = self.step.advance(given["input_ids"])[:, None]
-                return CausalLMOutputWithPast(logits=logits, past_key_values=given[CACHE])
+                return CausalLMOutputWithPast(logits=logits, **{CACHE: given[CACHE]})
         self.eager += 1
         return self.model(**given)
 

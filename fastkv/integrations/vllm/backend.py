@@ -147,8 +147,8 @@ class Compression:
 
     @cached_property
     def others(self) -> list[KVCacheSpec]:
-        """What vLLM keeps caches of besides, in blocks of the size that it will choose: it then gives every layer a page
-        as large as the largest.
+        """What vLLM keeps caches of besides, in blocks of the size that it will choose; it then gives every layer a
+        page as large as the largest.
         """
         if not self.vllm_config.model_config.is_hybrid:  # it fits states to our pages, which are not known yet
             current_platform.update_block_size_for_backend(self.vllm_config)  # vLLM 0.33 calls it after this
