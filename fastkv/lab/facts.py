@@ -29,7 +29,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-from ..api import as_chat
 from ..errors import FastKVError
 
 SOURCES = ("topics", "library", "code")
@@ -212,6 +211,8 @@ def start_of(tokenizer: Any) -> list[int]:
 
 def around(tokenizer: Any, question: str) -> tuple[list[int], list[int]]:
     """Tokens before and after the text in a chat turn that ends with a question; without a template, plain lines."""
+    from ..api import as_chat  # not where facts are all that is needed: it asks for a recent transformers
+
     encode = partial(tokenizer, add_special_tokens=False)
     if tokenizer.chat_template is None:
         return start_of(tokenizer), encode(f"\n\nQuestion: {question}\nAnswer:")["input_ids"]

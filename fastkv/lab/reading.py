@@ -51,8 +51,7 @@ def answered(model: Any, tokenizer: Any, prompt: str, question: str, tokens: int
     """
     before = torch.tensor([tokenizer(prompt.removesuffix(question), verbose=False).input_ids])
     asked = tokenizer(question, add_special_tokens=False, verbose=False).input_ids
-    (written,) = answers(model, tokenizer, read(model, before), before, [asked], tokens)
-    return written
+    return answers(model, tokenizer, read(model, before), before, [asked], tokens)[0]
 
 
 @torch.no_grad()
