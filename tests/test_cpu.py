@@ -280,7 +280,7 @@ def test_keys_unlike_the_others(batch, heads, num, dim, dtype, anchor, turned, m
     generator = torch.Generator().manual_seed(seed)
     keys = (0.3 + torch.randn(batch, heads, num, dim, generator=generator)).to(dtype)
     mask = torch.rand(batch, heads, num, generator=generator) < (0.7 if masked else 1.1)
-    keys = torch.where(mask[..., None], keys, torch.nan)
+    keys = torch.where(mask[..., None], keys, torch.nan).transpose(1, 2).contiguous().transpose(1, 2)
     positions = torch.randint(0, 5000, (batch, heads, num), generator=generator, dtype=torch.int32)
     rotary = Rotary(torch.rand(dim // 2, generator=generator), scaling=1.3) if turned else None
     exact = keys.double() if rotary is None else rotary.unrotate(keys.double(), positions)

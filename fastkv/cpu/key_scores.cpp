@@ -3,13 +3,13 @@
 
 extern "C" {
 
-// keys [places, number, dim], fp32; cos, sin [places, number, dim / 2] of what turned them, or none; valid, out [places,
-// number]. unit: whether the anchor is the mean of keys of length one.
+// keys [batch, heads, number, dim], fp32, strides of all but the last axis; cos, sin [batch, heads, number, dim / 2] of
+// what turned them, or none; valid, out [batch, heads, number]. unit: whether the anchor is the mean of keys of length one.
 struct Unlike {
     const float *keys, *cos, *sin;
     const uint8_t* valid;
     float* out;
-    int64_t places, number, dim, unit, threads;
+    int64_t batch, heads, number, dim, strides[3], unit, threads;
     float least;
 };
 }
@@ -23,8 +23,10 @@ struct Key {
     const float *row, *cos, *sin;
     int64_t half;
 
-    Key(const Unlike& all, int64_t at) : row(all.keys + at * all.dim), cos(nullptr), sin(nullptr), half(all.dim / 2) {
-        if (all.cos) cos = all.cos + at * half, sin = all.sin + at * half;
+    Key(const Unlike& all, int64_t place, int64_t n) : cos(nullptr), sin(nullptr), half(all.dim / 2) {
+        const int64_t *by = all.strides, at = (place * all.number + n) * half;
+        row = all.keys + place / all.heads * by[0] + place % all.heads * by[1] + n * by[2];
+        if (all.cos) cos = all.cos + at, sin = all.sin + at;
     }
 
     // Numbers [i, i + WIDE) of either half.
@@ -41,13 +43,13 @@ struct Key {
     }
 };
 
-void score(const Unlike& all, int64_t first) {
-    const int64_t half = all.dim / 2;
+void score(const Unlike& all, int64_t place) {
+    const int64_t half = all.dim / 2, first = place * all.number;
     std::vector<float> some(all.dim), lengths(all.number);
     std::vector<double> sum(all.dim);
     for (int64_t n = 0; n < all.number; ++n) {
         if (all.valid[first + n]) {
-            const Key key(all, first + n);
+            const Key key(all, place, n);
             lengths[n] = key.length(all.least);
             const float weight = all.unit ? 1 / lengths[n] : 1;
             for (int64_t i = 0; i < half; i += WIDE) {
@@ -72,7 +74,7 @@ void score(const Unlike& all, int64_t first) {
         Floats dot = {};
         for (int64_t i = 0; i < half; i += WIDE) {
             Floats one, other;
-            Key(all, first + n).read(i, one, other);
+            Key(all, place, n).read(i, one, other);
             dot += one * floats(&some[i]) + other * floats(&some[half + i]);
         }
         all.out[first + n] = -total_of(dot) / lengths[n];
@@ -83,5 +85,5 @@ void score(const Unlike& all, int64_t first) {
 
 extern "C" void unlike(const Unlike* all) {
 #pragma omp parallel for num_threads(all->threads) schedule(dynamic)
-    for (int64_t place = 0; place < all->places; ++place) score(*all, place * all->number);
+    for (int64_t place = 0; place < all->batch * all->heads; ++place) score(*all, place);
 }

@@ -170,9 +170,9 @@ def keydiff_scores(
         return reference.keydiff_scores(keys, anchor, mask=hiding(mask), **told)  # type: ignore[arg-type]
     check_alike("keydiff_scores", keys.shape[:3], mask=mask, positions=positions)
     turn = None if rotary is None or positions is None else rotary.turn(positions)
-    rows, out = keys.float().contiguous(), torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
+    (rows, strides), out = in_rows(keys), torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
     valid = torch.ones_like(out, dtype=torch.bool) if mask is None else mask.contiguous()
-    sizes = out.shape[:-1].numel(), *rows.shape[2:], anchor == "normalized_mean", torch.get_num_threads(), EPSILON
+    sizes = *rows.shape, strides, anchor == "normalized_mean", torch.get_num_threads(), EPSILON
     cpu.run("key_scores", "unlike", "Unlike", rows, *(turn or (None, None)), valid, out, *sizes)
     return out
 
