@@ -390,6 +390,10 @@ def leaving(batch, heads, num, dims, seed, share=0.9):
     return *rows, torch.rand(batch, heads, num, generator=generator) < share
 
 
+def join(parts, keys, values, inside):
+    cpu.join(parts, keys, values, torch.arange(keys.shape[2]).expand(inside.shape), inside)
+
+
 @joins_compiled
 @CASES
 @given(
@@ -402,7 +406,7 @@ def test_compiled_joins_are_those_of_the_reference(num, fresh, dims, dtype, shar
     for step in range(4):
         rows = leaving(2, 3, fresh, dims, seed + step, share)
         want, hidden = copy.deepcopy(mine).add(*rows), ~rows[-1][..., None]
-        cpu.join(mine, *(part.masked_fill(hidden, torch.nan) for part in rows[:2]), rows[-1])
+        join(mine, *(part.masked_fill(hidden, torch.nan) for part in rows[:2]), rows[-1])
         assert torch.equal(mine.count, want.count)
         # A mean in bf16 is rounded up or down by its last bits.
         allowed = 2e-6 if dtype == torch.float32 else 1 / 64
@@ -414,29 +418,33 @@ def test_compiled_joins_are_those_of_the_reference(num, fresh, dims, dtype, shar
 def test_no_token_is_lost_where_costs_overflow():
     mine = Centroids.empty(1, 2, 4, 16, 16)
     keys, values, inside = leaving(1, 2, 16, (16, 16), 0)
-    cpu.join(mine, 1e30 * keys, values, inside)
+    join(mine, 1e30 * keys, values, inside)
     assert torch.equal(mine.count.sum(-1), inside.sum(-1).float())
 
 
 @joins_compiled
 def test_a_prompt_joins_block_by_block(monkeypatch):
     monkeypatch.setattr(centroids, "BLOCK", 48)
+    monkeypatch.setattr(centroids, "GROUP", 16)
     for num, fresh in ((7, 100), (33, 96), (5, 49)):  # means in bf16, so that each block rounds
         mine = Centroids.empty(1, 2, num, 16, 16, dtype=torch.bfloat16)
         rows = leaving(1, 2, fresh, (16, 16), fresh, 0.9)
         want = mine.add(*rows)
-        cpu.join(mine, *rows)
+        join(mine, *rows)
         assert torch.equal(mine.count, want.count)
         assert torch.allclose(mine.keys.float(), want.keys.float(), rtol=1 / 64, atol=1e-4)
 
 
 @joins_compiled
-def test_rounds_are_as_coarse_as_in_the_reference():
-    mine = Centroids.empty(1, 2, 90, 16, 16)
-    rows = leaving(1, 2, 500, (16, 16), 0, 1.1)
-    want = mine.add(*rows)  # of 500, 250, 188, ...: more than ROOMY * 90, SETTLED and fewer
-    cpu.join(mine, *rows)
+@pytest.mark.parametrize("num, fresh", [(90, 500), (9, 700), (9, 1100)])
+def test_many_tokens_become_fewer_as_in_the_reference(num, fresh):
+    """500 and 250 of them, or 700, 350 and 175; so that there are at most ROOMY * 90 or GROUP."""
+    mine = Centroids.empty(1, 2, num, 16, 16)
+    rows = leaving(1, 2, fresh, (16, 16), 0, 1.1)
+    want = mine.add(*rows)
+    join(mine, *rows)
     assert torch.equal(mine.count, want.count)
+    assert torch.allclose(mine.keys, want.keys, rtol=1e-5, atol=1e-5)
 
 
 @joins_compiled
@@ -447,7 +455,7 @@ def test_compiled_joins_carry_what_is_rounded_away():
     for step in range(40):
         keys = 1 + torch.arange(8 * 16).remainder(7 + step % 3).view(1, 1, 8, 16) / 300
         want = want.add(keys, keys, ones)
-        cpu.join(mine, keys, keys, ones)
+        join(mine, keys, keys, ones)
     assert torch.equal(mine.count, want.count)
     apart_by = mine.keys.float() - want.keys.float()  # some differ by a bit, as many up as down
     assert abs(float(apart_by.mean())) < 1e-3 and float(apart_by.abs().max()) < 0.01
@@ -487,7 +495,7 @@ def joins(dtype):
 
     def run(rows):
         parts = Centroids.empty(len(rows), 2, 9, 64, 64, dtype=dtype)
-        cpu.join(parts, *(one[rows] for one in given))
+        join(parts, *(one[rows] for one in given))
         return parts.tensors()
 
     return run

@@ -123,10 +123,17 @@ def test_tokens_that_are_close_to_each_other(monkeypatch, chip):
     check(parts_of(1, 1, 9, 64, 0), (keys, values, *rest), 66)
 
 
-@pytest.mark.parametrize("num, leave", [(5, 300), (80, 230)], ids=["half", "a quarter"])
-def test_rounds_become_finer(num, leave):
-    """A head has so many centroids that half or a quarter of them join first, the other one few."""
-    check(parts_of(1, 2, num, 16, 2 * num), candidates(1, 2, 320, 16, (leave, 20)), leave)
+def test_rounds_become_finer():
+    """A head has so many centroids that a quarter of them join first, the other one few."""
+    check(parts_of(1, 2, 80, 16, 160), candidates(1, 2, 320, 16, (230, 20)), 230)
+
+
+@pytest.mark.parametrize("num, leave, programs", [(5, (300, 256), 128), (5, (257, 1100), 1), (70, (600, 281), 2)])
+def test_many_tokens_become_fewer_in_groups(monkeypatch, num, leave, programs):
+    """A head halves its tokens once or more often, another one less often, by programs with one group or several."""
+    monkeypatch.setattr(module, "PROGRAMS", programs)
+    total = max(leave)
+    check(parts_of(1, 2, num, 16, 2 * num), candidates(1, 2, total + 20, 16, leave), total)
 
 
 def test_blocks_of_a_prompt(monkeypatch):
@@ -135,6 +142,13 @@ def test_blocks_of_a_prompt(monkeypatch):
     monkeypatch.setattr(reference.centroids, "BLOCK", 64)
     monkeypatch.setattr(module, "TOGETHER", 16)
     check(parts_of(1, 2, 9, 32, 4), candidates(1, 2, 140, 32, (130, 65), torch.bfloat16), 130)
+
+
+def test_groups_of_blocks_of_a_prompt(monkeypatch):
+    """The second block is shorter than a group."""
+    monkeypatch.setattr(module, "BLOCK", 300)
+    monkeypatch.setattr(reference.centroids, "BLOCK", 300)
+    check(parts_of(2, 1, 9, 16, 4), candidates(2, 1, 400, 16, (390, 301), torch.bfloat16), 390)
 
 
 @pytest.mark.parametrize("few", [0, 64], ids=["as of a prompt", "as while decoding"])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastkv.reference import Centroids, Moments, centroid_estimate, moment_estimate
+from fastkv.reference import Centroids, Moments, centroid_estimate, centroids, moment_estimate
 
 from .models import raises
 from .states import attention, randn
@@ -86,7 +86,7 @@ def test_merging_conserves_count_means_and_squares(sizes, num, seed):
 
 @pytest.mark.parametrize("num", [10, 64, 100, 400])
 def test_rounds_become_finer(num, monkeypatch):
-    """Half of the centroids while there are many, a quarter on the way, an eighth at the end; by each head's own."""
+    """A quarter of the centroids, an eighth at the end; by each head's own."""
     left, targets = [], Centroids.targets
 
     def spy(total, joins, half):
@@ -94,17 +94,51 @@ def test_rounds_become_finer(num, monkeypatch):
         return targets(total, joins, half)
 
     monkeypatch.setattr(Centroids, "targets", spy)
-    sizes = torch.tensor([[980, 577, 576], [289, 288, 60]])
-    keys, values = pairs(980)
-    inside = torch.arange(980) < sizes[..., None]
+    sizes = torch.tensor([[400, 380, 378], [289, 288, 60]]).clamp(max=centroids.few_enough(num))
+    keys, values = pairs(400)
+    inside = torch.arange(400) < sizes[..., None]
     used = sizes.flatten().tolist()
-    total = empty(num).add(keys, values, inside)
+    total = empty(num).add(keys[:, :, : sizes.max()], values[:, :, : sizes.max()], inside[..., : sizes.max()])
     for number in left:
-        shares = [8 if size <= 288 else 4 if size <= 4 * num else 2 for size in used]
+        shares = [8 if size <= 288 else 4 for size in used]
         used = [max(size - max(size // share, 1), min(size, num)) for size, share in zip(used, shares)]
         assert number.flatten().tolist() == used
     assert (total.count > 0).sum(-1).flatten().tolist() == used and torch.equal(total.count.sum(-1), sizes.double())
     assert total.num == num
+
+
+def costs_of(n, k, v):
+    """What merging each two parts adds to the sum of squares within parts, in units of the variances of all."""
+    share = (n / n.sum())[:, None]
+    spread_k, spread_v = ((share * (rows - (share * rows).sum(0)) ** 2).sum() for rows in (k, v))
+    apart = sum((rows[:, None] - rows).square().sum(-1) / size for rows, size in ((k, spread_k), (v, spread_v)))
+    return (n[:, None] * n / (n[:, None] + n) * apart).tolist()
+
+
+def test_many_tokens_become_fewer_in_groups(monkeypatch):
+    """Every second one joins the cheapest of the others in its group, until there are few enough."""
+    monkeypatch.setattr(centroids, "GROUP", 8)
+    keys, values = pairs(45)
+    sizes = torch.tensor([[45, 33, 24], [13, 12, 0]])
+    tokens = torch.arange(45) < sizes[..., None]
+    found = Centroids(tokens.double(), *(rows * tokens[..., None] for rows in (keys, values)), tokens.double() * 0).thinned(12)
+    for row, head in itertools.product(range(2), range(3)):
+        parts = [[token] for token in range(sizes[row, head])]
+        while len(parts) > 12:
+            groups, parts = [parts[first : first + 8] for first in range(0, len(parts), 8)], []
+            for group in groups:
+                n = torch.tensor([float(len(part)) for part in group], dtype=F64)
+                k, v = (torch.stack([rows[row, head, part].mean(0) for part in group]) for rows in (keys, values))
+                cost = costs_of(n, k, v)
+                stay = [list(part) for part in group[::2]]
+                for one in range(1, len(group), 2):
+                    stay[min(range(0, len(group), 2), key=lambda to: cost[one][to]) // 2] += group[one]
+                parts += stay
+        number = len(parts)
+        assert found.count[row, head].tolist() == [float(len(part)) for part in parts] + [0.0] * (found.num - number)
+        if parts:
+            means = torch.stack([keys[row, head, part].mean(0) for part in parts])
+            torch.testing.assert_close(found.keys[row, head, :number], means)
 
 
 @given(num=st.integers(4, 12), more=st.integers(0, 20), half=st.integers(0, 1), seed=st.integers(0, 2**31))
@@ -115,11 +149,7 @@ def test_a_round_joins_the_cheapest_pairs_of_the_two_halves(num, more, half, see
     merged = merged.at(merged.order(num - drop))
     for row, head in itertools.product(range(2), range(3)):
         n, k, v = state.count[row, head], state.keys[row, head], state.values[row, head]
-        share = (n / n.sum())[:, None]
-        spread_k, spread_v = ((share * (rows - (share * rows).sum(0)) ** 2).sum() for rows in (k, v))
-        apart = sum((rows[:, None] - rows).square().sum(-1) / size for rows, size in ((k, spread_k), (v, spread_v)))
-        cost = (n[:, None] * n / (n[:, None] + n) * apart).tolist()
-        offers = []
+        cost, offers = costs_of(n, k, v), []
         for one in range(half, num, 2):
             cheapest, other = min((cost[one][to], to) for to in range(1 - half, num, 2))
             offers.append((cheapest, one, other))

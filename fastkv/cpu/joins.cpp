@@ -5,15 +5,18 @@
 
 extern "C" {
 
-// count, spread [places, num]; keys [places, num, key_dim] and values, fp32 or, where `halves`, bf16; fresh_keys
-// [places, fresh, key_dim] and values, fp32; inside [places, fresh]. The rest: constants of the reference.
+// count, spread [places, num]; keys [places, num, key_dim] and values, fp32 or, where `halves`, bf16; fresh_keys [batch,
+// heads, ..., key_dim] and values, fp32, of which index [places, fresh] lists those that join where it is inside
+// [places, fresh]; strides of all but their last axis. The rest: constants of the reference.
 struct Joining {
     float *count, *spread;
     void *keys, *values;
     const float *fresh_keys, *fresh_values;
+    const int64_t* index;
     const uint8_t* inside;
-    int64_t places, num, fresh, key_dim, value_dim, halves, threads;
-    int64_t block, fine, medium, coarse, settled, roomy, step, turn;
+    int64_t key_strides[3], value_strides[3];
+    int64_t batch, heads, num, fresh, key_dim, value_dim, halves, threads;
+    int64_t block, group, roomy, fine, medium, settled, step, turn;
 };
 }
 
@@ -28,14 +31,7 @@ class Parts {
     std::vector<float> count, spread, means, points, partners, squares, inverse;
 
     float* mean(int64_t part) { return &means[part * width]; }
-
-    template <typename Read>
-    void take(float tokens, float moved, Read read) {  // the next part; read(dimension of values or keys, number)
-        for (int64_t i = 0; i < all.key_dim; ++i) mean(used)[i] = read(false, i);
-        for (int64_t i = 0; i < all.value_dim; ++i) mean(used)[keys + i] = read(true, i);
-        count[used] = tokens;
-        spread[used++] = moved;
-    }
+    const float* mean(int64_t part) const { return &means[part * width]; }
 
     // Of columns [from, to): what is away from the mean of all tokens, in units of their deviation.
     void standardise(int64_t from, int64_t to, float total) {
@@ -130,6 +126,10 @@ class Parts {
 
     // Every second part, from `half` on, may join the part of the others that costs least; the cheapest `joins` do.
     void round(int64_t joins, int64_t half) {
+        points.resize(used * width);
+        partners.resize((used / 2 + 1 + SIDE) * width);
+        squares.resize(partners.size() / width);
+        inverse.resize(squares.size());
         float total = 0;
         for (int64_t part = 0; part < used; ++part) total += count[part];
         standardise(0, keys, total);
@@ -202,27 +202,59 @@ class Parts {
     }
 
   public:
-    // The centroids of a head and its tokens [from, to).
-    Parts(const Joining& all, int64_t place, int64_t from, int64_t to)
-        : all(all), place(place), keys(whole(all.key_dim)), width(keys + whole(all.value_dim)), used(0),
-          count(all.num + to - from), spread(count.size()), means(count.size() * width), points(means.size()),
-          partners((count.size() / 2 + 1 + SIDE) * width), squares(partners.size() / width), inverse(squares.size()) {
-        for (int64_t part = place * all.num; part < (place + 1) * all.num; ++part)
-            if (all.count[part] > 0)
-                take(all.count[part], all.spread[part], [&](bool value, int64_t i) {
-                    return stored(value ? all.values : all.keys, part * (value ? all.value_dim : all.key_dim) + i);
-                });
-        for (int64_t token = place * all.fresh + from; token < place * all.fresh + to; ++token)
-            if (all.inside[token])
-                take(1, 0, [&](bool value, int64_t i) {
-                    return value ? all.fresh_values[token * all.value_dim + i]
-                                 : all.fresh_keys[token * all.key_dim + i];
-                });
+    // Room for so many.
+    Parts(const Joining& all, int64_t place, int64_t room)
+        : all(all), place(place), keys(whole(all.key_dim)), width(keys + whole(all.value_dim)), used(0), count(room),
+          spread(room), means(room * width) {}
+
+    void take(const Parts& others, int64_t part) {
+        std::copy_n(others.mean(part), width, mean(used));
+        count[used] = others.count[part];
+        spread[used++] = others.spread[part];
     }
+
+    void take_all(const Parts& others) {
+        for (int64_t part = 0; part < others.used; ++part) take(others, part);
+    }
+
+    void take_token(int64_t token) {
+        auto row = [&](const float* rows, const int64_t* by) {
+            return rows + place / all.heads * by[0] + place % all.heads * by[1] + token * by[2];
+        };
+        std::copy_n(row(all.fresh_keys, all.key_strides), all.key_dim, mean(used));
+        std::copy_n(row(all.fresh_values, all.value_strides), all.value_dim, mean(used) + keys);
+        count[used++] = 1;
+    }
+
+    void take_centroids() {
+        for (int64_t part = place * all.num; part < (place + 1) * all.num; ++part) {
+            if (!(all.count[part] > 0)) continue;
+            for (int64_t i = 0; i < all.key_dim; ++i) mean(used)[i] = stored(all.keys, part * all.key_dim + i);
+            for (int64_t i = 0; i < all.value_dim; ++i) mean(used)[keys + i] = stored(all.values, part * all.value_dim + i);
+            count[used] = all.count[part];
+            spread[used++] = all.spread[part];
+        }
+    }
+
+    // `Centroids.thinned`.
+    void thin() {
+        while (used > std::max(all.group, all.roomy * all.num)) {
+            const int64_t end = used;
+            used = 0;  // groups are written where they, or earlier ones, were read
+            for (int64_t from = 0; from < end; from += all.group) {
+                Parts some(all, place, std::min(all.group, end - from));
+                for (int64_t part = from; part < from + int64_t(some.count.size()); ++part) some.take(*this, part);
+                some.round(some.used / 2, 1);
+                take_all(some);
+            }
+        }
+    }
+
+    int64_t number() const { return used; }
 
     void join() {
         for (int64_t half = 0; used > all.num; half = 1 - half) {
-            int64_t share = used <= all.settled ? all.fine : used <= all.roomy * all.num ? all.medium : all.coarse;
+            const int64_t share = used <= all.settled ? all.fine : all.medium;
             round(std::min(used - all.num, std::max<int64_t>(used / share, 1)), half);
         }
         put(all.keys, 0, all.key_dim);
@@ -238,7 +270,16 @@ class Parts {
 
 extern "C" void join_centroids(const Joining* all) {
 #pragma omp parallel for num_threads(all->threads) schedule(dynamic)
-    for (int64_t place = 0; place < all->places; ++place)
-        for (int64_t from = 0; from < all->fresh; from += all->block)
-            Parts(*all, place, from, std::min(from + all->block, all->fresh)).join();
+    for (int64_t place = 0; place < all->batch * all->heads; ++place)
+        for (int64_t from = 0; from < all->fresh; from += all->block) {
+            const int64_t number = std::min(all->block, all->fresh - from), first = place * all->fresh + from;
+            Parts fresh(*all, place, number);
+            for (int64_t one = first; one < first + number; ++one)
+                if (all->inside[one]) fresh.take_token(all->index[one]);
+            fresh.thin();
+            Parts total(*all, place, all->num + fresh.number());
+            total.take_centroids();
+            total.take_all(fresh);
+            total.join();
+        }
 }

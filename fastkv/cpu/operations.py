@@ -340,7 +340,7 @@ def remember(
         return
     check_alike("remember", keys.shape[:3], positions=positions, valid=valid, kept=kept)
     index, inside = gone_first(positions, valid, kept, most)
-    join(parts, reference.rows_at(keys, index), reference.rows_at(values, index), inside)
+    join(parts, keys, values, index, inside)
 
 
 def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: float | None = None) -> Tensor:
@@ -357,17 +357,18 @@ def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: f
 
 # Compiled from joins.cpp and most_attended.cpp on first use.
 
-CONSTANTS = ("BLOCK", "FINE", "MEDIUM", "COARSE", "SETTLED", "ROOMY", "STEP", "TURN")  # of `Centroids.add`
+CONSTANTS = ("BLOCK", "GROUP", "ROOMY", "FINE", "MEDIUM", "SETTLED", "STEP", "TURN")  # of `Centroids.add`
 
 
-def join(parts: Centroids, keys: Tensor, values: Tensor, inside: Tensor) -> None:
-    """`parts` become `parts.add(keys, values, inside)`, in place.
+def join(parts: Centroids, keys: Tensor, values: Tensor, index: Tensor, inside: Tensor) -> None:
+    """`parts` become `parts.add` of the rows at `index`, as far as they are `inside`, in place.
 
-    Args: keys [B, Hkv, N, Dk] and values [B, Hkv, N, Dv] in any float dtype; inside [B, Hkv, N] bool.
+    Args: keys [B, Hkv, N, Dk] and values [B, Hkv, N, Dv] in any float dtype; index [B, Hkv, m] int64, inside bool.
     """
-    fresh = [rows.float().contiguous() for rows in (keys, values)]
-    tensors = [parts.count, parts.spread, parts.keys, parts.values, *fresh, inside.contiguous()]
-    sizes = parts.count[..., 0].numel(), parts.num, keys.shape[2], keys.shape[-1], values.shape[-1]
+    (keys, key_strides), (values, value_strides) = in_rows(keys), in_rows(values)
+    tensors = parts.count, parts.spread, parts.keys, parts.values, keys, values, index.contiguous(), inside.contiguous()
+    sizes = *parts.count.shape, index.shape[2], keys.shape[-1], values.shape[-1]
     halves = parts.keys.dtype == torch.bfloat16
     constants = (getattr(centroids, name) for name in CONSTANTS)
-    cpu.run("joins", "join_centroids", "Joining", *tensors, *sizes, halves, torch.get_num_threads(), *constants)
+    rest = *sizes, halves, torch.get_num_threads(), *constants
+    cpu.run("joins", "join_centroids", "Joining", *tensors, key_strides, value_strides, *rest)

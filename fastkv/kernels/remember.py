@@ -14,9 +14,10 @@ coordinate, away from the centre, into a sum of three: once, and again when some
 them.
 
 Launches: one where few tokens leave (an eviction while decoding), whose programs own a head. For a prompt, per BLOCK
-tokens, one that gathers them, whose programs own columns; one that splits them; two a round, whose programs own movers
-(offers) and partners (merges), down to TOGETHER centroids; and one for all rounds from there, again one program a head.
-Bytes per BLOCK tokens and head: 10 BLOCK (Dk + Dv) written and, in a round of u, 6 u^2 (Dk + Dv) / 128 read from L2.
+tokens, one for every halving of groups, whose programs own groups; one that gathers what is left, whose programs own
+columns; one that splits it; two a round, whose programs own movers (offers) and partners (merges), down to TOGETHER
+centroids; and one for all rounds from there, again one program a head. Bytes per token and head: 4 (Dk + Dv) written
+in all halvings; in a round of u, 6 u^2 (Dk + Dv) / 128 read from L2.
 
 Does not handle: means that are neither bf16 nor fp32, head_dim above 256.
 """
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from ..errors import check_shape
 from ..reference import Centroids, LayerState, Spec
-from ..reference.centroids import BLOCK, COARSE, FINE, MEDIUM, ROOMY, SETTLED, STEP, TURN, most_left
+from ..reference.centroids import BLOCK, FINE, GROUP, MEDIUM, ROOMY, SETTLED, STEP, TURN, few_enough, left_of
 from ._arguments import EvictedPointers, View
 from ._attention import _barrier, _dot, _home, _page, _sum_products
 from ._launch import (
@@ -52,10 +53,11 @@ TOGETHER = 144  # centroids of a head from which on one program does all rounds:
 FEW = 64  # tokens that one program lists, and joins if there is room for their centroids
 ALONE = 1024  # centroids and tokens that one program joins
 MANY = 128  # movers that four warps compare, a fourth of rows beyond 64 columns
+PROGRAMS = 128  # that halve groups at once, each with scratch of its own
 # One compilation for all of them.
-VARYING = ["N", "num", "most", "first", "half", "stride_i", "stride_pb", "stride_ph", "page"]
-END, MIDDLE, START = tl.constexpr(FINE), tl.constexpr(MEDIUM), tl.constexpr(COARSE)
-SMALL, ROOM = tl.constexpr(SETTLED), tl.constexpr(ROOMY)
+VARYING = ["N", "num", "most", "first", "level", "half", "stride_i", "stride_pb", "stride_ph", "page"]
+END, MIDDLE, SMALL = tl.constexpr(FINE), tl.constexpr(MEDIUM), tl.constexpr(SETTLED)
+FEWEST, ROOM = tl.constexpr(GROUP), tl.constexpr(ROOMY)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 LAST = tl.constexpr(2**31 - 1)
 PER_TOKEN, PER_COLUMN = tl.constexpr(STEP), tl.constexpr(TURN)
@@ -310,7 +312,7 @@ def _age(order_ptr, next_ptr, accepted, used, half, LANES: tl.constexpr):
 @triton.jit
 def _joins(used, num):
     """How many merge in a round."""
-    share = tl.where(used <= SMALL, END, tl.where(used <= num * ROOM, MIDDLE, START))
+    share = tl.where(used <= SMALL, END, MIDDLE)
     return tl.maximum(tl.minimum(used - num, tl.maximum(used // share, 1)), 0)
 
 
@@ -348,17 +350,17 @@ def _settle(room, parts, own, rows, num, used, tokens, half, TILE: tl.constexpr,
         _barrier(HIP)  # rows and their list are read by other threads than wrote them
         used, half = used - joins, 1 - half
     for first in range(0, num, TILE.RECEIVERS):
-        _store(room, room.orders_ptr + half * rows, parts, own, first, num, used, TILE)
+        _store(room, room.orders_ptr + half * rows, parts, own * num, first, num, used, TILE)
 
 
 @triton.jit
-def _store(room, order_ptr, parts, own, first, num, used, TILE: tl.constexpr):
-    """Write centroids [first, first + RECEIVERS) to where they are kept."""
+def _store(room, order_ptr, parts, base, first, num, used, TILE: tl.constexpr):
+    """Write centroids [first, first + RECEIVERS) of num, those in use first, to where they are kept, from `base` on."""
     DK: tl.constexpr = TILE.DK
     DV: tl.constexpr = TILE.DV
     dk, dv = tl.arange(0, TILE.BK), tl.arange(0, TILE.BV)
     place = first + tl.arange(0, TILE.RECEIVERS)
-    there, kept = place < used, own * num + place
+    there, kept = place < used, base + place
     row = tl.load(order_ptr + place, mask=there, other=0.0).to(tl.int32)
     size = tl.load(room.sizes_ptr + row, mask=there, other=0.0)
     tl.store(parts.sizes_ptr + kept, size, mask=place < num)
@@ -490,31 +492,148 @@ def _few_kernel(
     _settle(room, parts, own, rows, num, used + gone, tokens, tl.zeros([], tl.int32), TILE, HIP)
 
 
+class Listed(NamedTuple):
+    """What joins, of each pair a row: indices of tokens, or sizes and spreads of parts."""
+
+    index_ptr: Any = None
+    sizes_ptr: Any = None
+    spreads_ptr: Any = None
+
+    @classmethod
+    def of(cls, parts: Centroids) -> Listed:
+        """Parts."""
+        return cls(None, parts.count, parts.spread)
+
+
+@triton.jit
+def _coming(gone_ptr, pair, first, most, level, num):
+    """How many of a pair's tokens [first, first + most) join or, after `level` halvings, how many parts of them."""
+    coming = tl.minimum(tl.maximum(tl.load(gone_ptr + pair).to(tl.int32) - first, 0), most)
+    few = tl.maximum(num * ROOM, FEWEST)
+    for _ in range(level):
+        coming = tl.where(coming > few, (coming + 1) // 2, coming)
+    return coming
+
+
+@triton.jit
+def _advance(listed, by):
+    """The list `by` rows further."""
+    return Listed(*[p if p is None else p + by for p in listed])
+
+
+@triton.jit
+def _sizes(listed, row, inside):
+    """Tokens of rows of the list."""
+    if listed.sizes_ptr is None:
+        return inside.to(tl.float32)
+    return tl.load(listed.sizes_ptr + row, mask=inside, other=0.0)
+
+
+@triton.jit
+def _take(room, listed, first, coming, num, LANES: tl.constexpr):
+    """Sizes and spreads of what comes, from row `first` of the list, into rows of the working set from `num` on.
+
+    Returns: how many tokens.
+    """
+    tokens = tl.zeros([], tl.float32)
+    for start in range(0, coming, LANES):
+        lane = start + tl.arange(0, LANES)
+        size = _sizes(listed, first + lane, lane < coming)
+        spread = tl.zeros([LANES], tl.float32)
+        if listed.spreads_ptr is not None:
+            spread = tl.load(listed.spreads_ptr + first + lane, mask=lane < coming, other=0.0)
+        tl.store(room.sizes_ptr + num + lane, size, mask=lane < coming)
+        tl.store(room.spreads_ptr + num + lane, spread, mask=lane < coming)
+        tokens += tl.sum(size, 0)
+    return tokens
+
+
 @triton.jit
 def _gather(
-    base_ptr, centre_ptr, parts_ptr, new_ptr, index_ptr, sizes, own, first, num, gone, tokens, stride_t, cols,
+    base_ptr, centre_ptr, parts_ptr, new_ptr, listed, sizes, own, first, num, coming, tokens, stride_t, cols,
     D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Columns of the working set: of the centroids, then of `gone` candidates; and their centre."""
+    """Columns of the working set: of the centroids, then of what comes, from row `first` on; and their centre."""
     total = tl.zeros(cols.shape, tl.float32)
     width = (cols < D)[None, :]
-    for start in range(0, num + gone, ROWS):
+    for start in range(0, num + coming, ROWS):
         row = start + tl.arange(0, ROWS)
-        new = (row >= num) & (row < num + gone)
+        new = (row >= num) & (row < num + coming)
         x = _tile(parts_ptr + own * num * D, row, row < num, cols, D)
-        index = tl.load(index_ptr + first + row - num, mask=new, other=0)
+        index = (first + row - num).to(tl.int64)
+        if listed.index_ptr is not None:
+            index = tl.load(listed.index_ptr + index, mask=new, other=0)
         fresh = tl.load(new_ptr + index[:, None] * stride_t + cols[None, :], mask=new[:, None] & width, other=0.0)
         x = tl.where(new[:, None], fresh.to(tl.float32), x)
-        tl.store(base_ptr + row[:, None] * D + cols[None, :], x, mask=(row < num + gone)[:, None] & width)
-        size = tl.load(sizes + row, mask=row < num, other=0.0)
-        total += tl.sum(x * tl.where(new, 1.0, size)[:, None], 0)
+        tl.store(base_ptr + row[:, None] * D + cols[None, :], x, mask=(row < num + coming)[:, None] & width)
+        size = tl.load(sizes + row, mask=row < num, other=0.0) + _sizes(listed, first + row - num, new)
+        total += tl.sum(x * size[:, None], 0)
     tl.store(centre_ptr + cols, total / tl.maximum(tokens, 1.0), mask=cols < D)
 
 
 @triton.jit(do_not_specialize=VARYING)
+def _halve_kernel(
+    new_keys: View, new_values: View, listed: Listed, gone_ptr, out: EvictedPointers, room_ptr, first, most, level, num,
+    rows, stride_i, TILE: tl.constexpr, HIP: tl.constexpr,
+):  # fmt: skip
+    """Every second row of a group joins its cheapest partner there; heads that have few rows left keep them."""
+    DK: tl.constexpr = TILE.DK
+    DV: tl.constexpr = TILE.DV
+    SLICE: tl.constexpr = TILE.SLICE
+    LANES: tl.constexpr = TILE.LANES
+    SIZE: tl.constexpr = 2 * LANES  # of a group
+    pair, program, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    batch, kv = pair // TILE.HEADS, pair % TILE.HEADS
+    room = _room(room_ptr, pair * programs + program, SIZE, TILE)
+    coming = _coming(gone_ptr, pair, first, most, level, num)
+    many = coming > tl.maximum(num * ROOM, FEWEST)
+    listed = _advance(listed, pair * stride_i)
+    if listed.index_ptr is not None:
+        listed = _advance(listed, first)
+    keys = new_keys.ptr + batch * new_keys.stride_b + kv * new_keys.stride_h
+    values = new_values.ptr + batch * new_values.stride_b + kv * new_values.stride_h
+    lane = tl.arange(0, SIZE)
+    tl.store(room.orders_ptr + lane, lane.to(tl.float32))  # all rows of a group, then those that stay
+    tl.store(room.orders_ptr + SIZE + lane, 2 * lane.to(tl.float32))
+    for start in range(program * SIZE, coming, programs * SIZE):
+        here = tl.minimum(coming - start, SIZE)
+        joins = tl.where(many, here // 2, 0)
+        tokens = _take(room, listed, start, here, 0, SIZE)
+        for column in range(0, DK, SLICE):
+            _gather(
+                room.keys_ptr, room.centre_ptr, out.key_mean_ptr, keys, listed, room.sizes_ptr, pair, start, 0, here,
+                tokens, new_keys.stride_t, column + tl.arange(0, SLICE), DK, TILE.ROWS,
+            )  # fmt: skip
+        for column in range(0, DV, SLICE):
+            _gather(
+                room.values_ptr, room.centre_ptr + DK, out.value_mean_ptr, values, listed, room.sizes_ptr, pair, start,
+                0, here, tokens, new_values.stride_t, column + tl.arange(0, SLICE), DV, TILE.ROWS,
+            )  # fmt: skip
+        _barrier(HIP)  # rows, their sizes and their centre are read by other threads than wrote them
+        if joins > 0:
+            for row in range(0, here, TILE.RECEIVERS):
+                _place(room, row, here, TILE)
+            _barrier(HIP)  # and what they are split into
+            scale_k, scale_v = _scales(room, room.orders_ptr, here, tokens, LANES)
+            for mover in range(0, joins, TILE.MOVERS):
+                _offer(room, room.orders_ptr, mover, here, 1, scale_k, scale_v, TILE)
+            _barrier(HIP)  # and offers
+            mover = tl.arange(0, LANES)
+            target = tl.load(room.partners_ptr + mover, mask=mover < joins, other=-1.0).to(tl.int32)
+            for partner in range(0, here - joins, TILE.RECEIVERS):
+                _receive(room, room.orders_ptr, target, partner, here, 1, TILE)
+            _barrier(HIP)  # and what they are joined to
+        stay = room.orders_ptr + tl.where(joins > 0, SIZE, 0)
+        base = pair * rows + tl.where(many, start // 2, start)
+        for row in range(0, here - joins, TILE.RECEIVERS):
+            _store(room, stay, out, base, row, here - joins, here - joins, TILE)
+        _barrier(HIP)  # the next group is written there
+
+
+@triton.jit(do_not_specialize=VARYING)
 def _gather_kernel(
-    new_keys: View, new_values: View, index_ptr, gone_ptr, parts: EvictedPointers, room_ptr, rows_ptr, page, first,
-    most, num, rows, stride_i, TILE: tl.constexpr,
+    new_keys: View, new_values: View, listed: Listed, gone_ptr, parts: EvictedPointers, room_ptr, rows_ptr, page, first,
+    most, level, num, rows, stride_i, TILE: tl.constexpr,
 ):  # fmt: skip
     DK: tl.constexpr = TILE.DK
     DV: tl.constexpr = TILE.DV
@@ -525,43 +644,47 @@ def _gather_kernel(
     row, own = _home(rows_ptr, page, pair, TILE.HEADS)
     parts = EvictedPointers(*[p if p is None else _page(p, row, page) for p in parts])
     room = _room(room_ptr, pair, rows, TILE)
-    gone = tl.minimum(tl.maximum(tl.load(gone_ptr + pair).to(tl.int32) - first, 0), most)
+    coming = _coming(gone_ptr, pair, first, most, level, num)
+    listed = _advance(listed, pair * stride_i)
+    if listed.index_ptr is not None:
+        listed = _advance(listed, first)
     cols = tl.arange(0, SLICE)
     KEY_SLICES: tl.constexpr = (DK + SLICE - 1) // SLICE
-    tokens = gone.to(tl.float32)
+    tokens = tl.zeros([], tl.float32)
     known = parts.sizes_ptr + own * num
     for start in range(0, num, LANES):
         lane = start + tl.arange(0, LANES)
         tokens += tl.sum(tl.load(known + lane, mask=lane < num, other=0.0), 0)
+    for start in range(0, coming, LANES):
+        lane = start + tl.arange(0, LANES)
+        tokens += tl.sum(_sizes(listed, lane, lane < coming), 0)
     if part == 0:
         used, _ = _list_used(parts, room, own, num, LANES)
-        for start in range(0, gone, LANES):
+        _take(room, listed, 0, coming, num, LANES)
+        for start in range(0, coming, LANES):
             lane = start + tl.arange(0, LANES)
-            tl.store(room.sizes_ptr + num + lane, tl.full([LANES], 1.0, tl.float32), mask=lane < gone)
-            tl.store(room.spreads_ptr + num + lane, tl.zeros([LANES], tl.float32), mask=lane < gone)
-            tl.store(room.orders_ptr + used + lane, (num + lane).to(tl.float32), mask=lane < gone)
-        tl.store(room.notes_ptr, (used + gone).to(tl.float32))
+            tl.store(room.orders_ptr + used + lane, (num + lane).to(tl.float32), mask=lane < coming)
+        tl.store(room.notes_ptr, (used + coming).to(tl.float32))
         tl.store(room.notes_ptr + 2, tokens)
-    index_ptr += pair * stride_i
     if part < KEY_SLICES:
         _gather(
             room.keys_ptr, room.centre_ptr, parts.key_mean_ptr,
-            new_keys.ptr + batch * new_keys.stride_b + kv * new_keys.stride_h, index_ptr, known, own, first, num, gone,
+            new_keys.ptr + batch * new_keys.stride_b + kv * new_keys.stride_h, listed, known, own, 0, num, coming,
             tokens, new_keys.stride_t, part * SLICE + cols, DK, TILE.ROWS,
         )  # fmt: skip
     else:
         _gather(
             room.values_ptr, room.centre_ptr + DK, parts.value_mean_ptr,
-            new_values.ptr + batch * new_values.stride_b + kv * new_values.stride_h, index_ptr, known, own, first, num,
-            gone, tokens, new_values.stride_t, (part - KEY_SLICES) * SLICE + cols, DV, TILE.ROWS,
+            new_values.ptr + batch * new_values.stride_b + kv * new_values.stride_h, listed, known, own, 0, num,
+            coming, tokens, new_values.stride_t, (part - KEY_SLICES) * SLICE + cols, DV, TILE.ROWS,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _place_kernel(gone_ptr, room_ptr, first, most, num, rows, TILE: tl.constexpr):
+def _place_kernel(gone_ptr, room_ptr, first, most, level, num, rows, TILE: tl.constexpr):
     pair = tl.program_id(0).to(tl.int64)
-    gone = tl.minimum(tl.maximum(tl.load(gone_ptr + pair).to(tl.int32) - first, 0), most)
-    _place(_room(room_ptr, pair, rows, TILE), tl.program_id(1) * TILE.RECEIVERS, num + gone, TILE)
+    coming = _coming(gone_ptr, pair, first, most, level, num)
+    _place(_room(room_ptr, pair, rows, TILE), tl.program_id(1) * TILE.RECEIVERS, num + coming, TILE)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -583,9 +706,7 @@ def _receive_kernel(room_ptr, num, rows, half, TILE: tl.constexpr):
     used = tl.load(room.notes_ptr + half).to(tl.int32)
     joins, movers = _joins(used, num), (used + 1 - half) // 2
     lane = tl.arange(0, TILE.LANES)
-    accepted = lane < movers  # all of them in coarse rounds, whatever they offer
-    if joins < movers:
-        accepted = _accepted(room.offers_ptr, movers, joins, TILE.LANES)
+    accepted = _accepted(room.offers_ptr, movers, joins, TILE.LANES)
     target = tl.load(room.partners_ptr + lane, mask=accepted, other=-1.0).to(tl.int32)
     _receive(room, order, target, part * TILE.RECEIVERS, used, half, TILE)
     if part == 0:
@@ -606,6 +727,21 @@ def _settle_kernel(
     room = _room(room_ptr, pair, rows, TILE)
     used, tokens = tl.load(room.notes_ptr + half).to(tl.int32), tl.load(room.notes_ptr + 2)
     _settle(room, parts, own, rows, num, used, tokens, half, TILE, HIP)
+
+
+def _parts(like: Centroids, shape: torch.Size, num: int) -> Centroids:
+    """Scratch for parts on the way, `num` for each of [B, Hkv]; rounded at the end only."""
+    place, device = (*shape, num), like.keys.device
+    count, spread = (torch.empty(place, dtype=torch.float32, device=device) for _ in range(2))
+    keys, values = (
+        torch.empty(*place, rows.shape[-1], dtype=torch.float32, device=device) for rows in (like.keys, like.values)
+    )
+    return Centroids(count, keys, values, spread)
+
+
+def _pointers(parts: Centroids) -> EvictedPointers:
+    """Of parts, for a kernel."""
+    return EvictedPointers(None, parts.keys, parts.values, None, parts.spread, parts.count)
 
 
 def room_size(rows: int, dim: int, value_dim: int) -> int:
@@ -643,7 +779,7 @@ def remember(
     check_like(op, (batch, heads, num), valid=valid, kept=kept)
     stored = batch if state.rows is None else len(parts.count)
     check_centroids(op, parts, (stored, heads, parts.num), dim, value_dim)
-    known = EvictedPointers(None, parts.keys, parts.values, None, parts.spread, parts.count)
+    known = _pointers(parts)
     page = check_rows(op, state, known)
     if not batch * heads * min(num, most):
         return
@@ -676,25 +812,41 @@ def _join_blocks(
     tile = settling._replace(RECEIVERS=8) if min(dim, value_dim) >= 128 else settling
     movers = 64 if chip_of(gone.device) == "90" else 32  # on sm_90 tiles that four warps multiply at once
     asking = tile._replace(MOVERS=movers, PARTNERS=64)
-    rows = working_rows(num, min(most, BLOCK))
-    room = torch.empty(pairs * room_size(rows, dim, value_dim), dtype=torch.float32, device=gone.device)
+    few, block = few_enough(num), min(most, BLOCK)
+    rows, halving = working_rows(num, min(block, few)), asking._replace(LANES=GROUP // 2)
+    programs = min(cdiv(block, GROUP), cdiv(PROGRAMS, pairs)) if block > few else 0
+    room = max(room_size(rows, dim, value_dim), programs * room_size(GROUP, dim, value_dim))
+    room = torch.empty(pairs * room, dtype=torch.float32, device=gone.device)
+    # Of a head with few tokens all are copied, so there is room for them.
+    sizes = [max(few, cdiv(block, part)) for part in (2, 4) if cdiv(2 * block, part) > few]
+    halves = [_parts(parts, gone.shape, rows) for rows in sizes]
     launch = {"num_warps": _warps(max(dim, value_dim), 0, on_hip()), "num_stages": stages(2)}
     slices = cdiv(dim, tile.SLICE) + cdiv(value_dim, tile.SLICE)
     for first in range(0, most, BLOCK):
-        now = min(BLOCK, most - first)
-        total, half = num + now, 0
+        now = total = min(BLOCK, most - first)
+        level, half, coming = 0, 0, (*new, Listed(index))
+        stride = index.stride(1)
+        while total > few:
+            half_of = halves[level % 2]
+            _halve_kernel[pairs, programs](
+                *coming, gone, _pointers(half_of), room, first, now, level, num, half_of.num, stride, TILE=halving,
+                HIP=on_hip(), num_warps=_warps(max(dim, value_dim), GROUP // 2, on_hip()), num_stages=stages(2),
+            )  # fmt: skip
+            total, level, stride = max(few, cdiv(total, 2)), level + 1, half_of.num
+            coming = View.of(half_of.keys), View.of(half_of.values), Listed.of(half_of)
+        total += num
         _gather_kernel[pairs, slices](
-            *new, index, gone, known, room, *where, first, now, num, rows, index.stride(1),
+            *coming, gone, known, room, *where, first, now, level, num, rows, stride,
             TILE=tile._replace(LANES=tile.SCAN), **launch,
         )  # fmt: skip
-        _place_kernel[pairs, cdiv(total, tile.RECEIVERS)](gone, room, first, now, num, rows, TILE=tile, **launch)
+        _place_kernel[pairs, cdiv(total, tile.RECEIVERS)](gone, room, first, now, level, num, rows, TILE=tile, **launch)
         while total > max(num, TOGETHER):
             movers, partners = (total + 1 - half) // 2, (total + half) // 2
-            lanes = pow2(cdiv(SETTLED if total <= SETTLED else num + BLOCK, 2))  # two compilations
+            lanes = pow2(cdiv(SETTLED if total <= SETTLED else num + few, 2))  # two compilations
             _offer_kernel[pairs, cdiv(movers, asking.MOVERS)](room, num, rows, half, TILE=asking, **launch)
             _receive_kernel[pairs, cdiv(partners, tile.RECEIVERS)](
                 room, num, rows, half, TILE=tile._replace(LANES=lanes), num_warps=_warps(dim, lanes, on_hip()),
                 num_stages=stages(2),
             )  # fmt: skip
-            total, half = most_left(total, num), 1 - half
+            total, half = left_of(total, num), 1 - half
         _settle_kernel[(pairs,)](known, room, *where, num, rows, half, TILE=settling, HIP=on_hip(), **launch)

@@ -23,10 +23,14 @@ The tighter the parts, the smaller both errors, so parts are joined where the su
 
 with the variances of all centroids. The exact rule joins the cheapest pair, one pair after the other. Here half of the
 centroids, every second one in order of age, each choose their cheapest partner in the other half, and the cheapest of
-these pairs are joined together (the bipartite matching of token merging, Bolya et al. 2023, arXiv:2210.09461): all of
-them while many centroids are in use, a fourth of them in the end. A round has static shapes and no data-dependent loop;
-the halves swap after every round. How many pairs a head joins in a round follows from how many centroids it has in use,
-so that a head does not depend on what others evict, nor on padding.
+these pairs are joined together (the bipartite matching of token merging, Bolya et al. 2023, arXiv:2210.09461): in each
+round a fourth of the centroids disappears, in the last ones an eighth. A round has static shapes and no data-dependent loop; the halves swap
+after every round. How many pairs a head joins in a round follows from how many centroids it has in use, so that a head
+does not depend on what others evict, nor on padding.
+
+Many tokens first become fewer among themselves: groups of GROUP that follow each other in age each join all pairs, so
+that half of the parts are left, and again, until there are few enough to join the centroids. What is compared then
+grows with the number of tokens, not with its square, and no group waits for another.
 
 Means may be stored in bf16: twice as many centroids in the same bytes say more than eight bits more of each. They are
 joined in fp32 and rounded when a block of tokens has joined. A token moves the mean of n by 1 / n of its distance, soon
@@ -51,26 +55,31 @@ from ..errors import FastKVError, check_groups, check_shape
 from .gather import added_at, rows_at
 from .moments import Evicted, compute_dtype
 
-# Evicted tokens that join at once: bounds the table of costs at [B, Hkv, (M + BLOCK) / 2, (M + BLOCK) / 2].
-BLOCK = 1024
-STEP, TURN = 0x61C88647, 0x6A09E667  # 2^32 times 1 - 1 / golden ratio and sqrt(2) - 1: far from fractions
-# At most one centroid in so many disappears in a round: of SETTLED in use, of ROOMY M, of more. The last rounds join
+BLOCK = 4096  # evicted tokens that join at once: bounds what there is on the way
+GROUP = 256  # parts among which tokens choose, while there are more than so many, and than ROOMY a centroid
+ROOMY = 4
+# At most one centroid in so many disappears in a round, of more than SETTLED in use and of fewer. The last rounds join
 # what has been joined, and decide more; the closer to the exact rule, the better.
-FINE, MEDIUM, COARSE = 8, 4, 2
-SETTLED, ROOMY = 288, 4
+MEDIUM, FINE, SETTLED = 4, 8, 288
+STEP, TURN = 0x61C88647, 0x6A09E667  # 2^32 times 1 - 1 / golden ratio and sqrt(2) - 1: far from fractions
 
 
-def most_left(total: int, num: int) -> int:
-    """The most centroids that a head with at most `total` in use has after a round on the way to `num`.
+def few_enough(num: int) -> int:
+    """The most parts of a block's tokens that join `num` centroids."""
+    return max(GROUP, ROOMY * num)
+
+
+def left_of(used: int, num: int) -> int:
+    """The most centroids that a head with at most `used` has after a round on the way to `num`.
 
     Where rounds become finer, a head with fewer in use may have more of them afterwards.
     """
 
-    def left(used: int) -> int:
-        share = FINE if used <= SETTLED else MEDIUM if used <= ROOMY * num else COARSE
-        return max(num, used - max(used // share, 1))
 
-    return max(left(min(total, used)) for used in (total, SETTLED, ROOMY * num))
+    def left(used: int) -> int:
+        return max(num, used - max(used // (FINE if used <= SETTLED else MEDIUM), 1))
+
+    return max(left(used), left(min(used, SETTLED)))
 
 
 @dataclass
@@ -116,8 +125,8 @@ class Centroids(Evicted):
     def add(self, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Centroids:
         """Centroids, as many as there are, of this set and the given pairs together; the order of pairs matters.
 
-        Every BLOCK pairs line up behind the centroids, and then join them round by round. The last round of a block
-        rounds the means to the dtype in which they came.
+        Of every BLOCK pairs those that are left of `thinned` line up behind the centroids, and then join them round by
+        round. The last round of a block rounds the means to the dtype in which they came.
         """
         batch, heads, num = self.count.shape
         check_shape("Centroids.add", "keys", keys, (batch, heads, None, self.keys.shape[-1]))
@@ -133,19 +142,43 @@ class Centroids(Evicted):
             new_keys = torch.where(inside[..., None], keys[:, :, part].to(dtype), 0)
             new_values = torch.where(inside[..., None], values[:, :, part].to(dtype), 0)
             count = inside.to(dtype)
-            new = count, new_keys, new_values, torch.zeros_like(count)
+            new = Centroids(count, new_keys, new_values, torch.zeros_like(count))
+            new = new.at(new.order()).thinned(few_enough(num)).tensors()
             total = Centroids(*(torch.cat((old.to(dtype), rows), 2) for old, rows in zip(total.tensors(), new)))
             total = total.at(total.order())
             used, half = (total.count > 0).sum(-1), 0
             while total.num > num:
-                share = torch.where(used <= SETTLED, FINE, torch.where(used <= ROOMY * num, MEDIUM, COARSE))
+                share = torch.where(used <= SETTLED, FINE, MEDIUM)
                 joins = torch.minimum(used - num, (used // share).clamp(min=1)).clamp(min=0)
-                left = most_left(total.num, num)
+                left = left_of(total.num, num)
                 total = total.joined(total.targets(joins, half))
                 total = total.at(total.order(left))
                 used, half = used - joins, 1 - half
             total = total.rounded(self.keys.dtype)
         return total
+
+    def thinned(self, most: int) -> Centroids:
+        """Heads with more than `most` parts join them, in groups, until they have no more. Used ones must come first."""
+        total = self
+        while total.num > most:
+            left = max(most, (total.num + 1) // 2)
+            total = total.halved((total.count > 0).sum(-1) > most)
+            total = total.at(total.order(left))
+        return total
+
+    def halved(self, many: Tensor) -> Centroids:
+        """Every second part joined its cheapest partner among GROUP that follow each other, where `many` [B, Hkv]."""
+        batch, heads, num = self.count.shape
+        groups = -(-num // GROUP)
+
+        def split(rows: Tensor) -> Tensor:
+            end = rows.new_zeros(batch, heads, groups * GROUP - num, *rows.shape[3:])
+            return torch.cat((rows, end), 2).view(batch, heads * groups, GROUP, *rows.shape[3:])
+
+        apart = Centroids(*map(split, self.tensors()))
+        joins = (apart.count > 0).sum(-1) // 2 * many.repeat_interleave(groups, 1)
+        joined = apart.joined(apart.targets(joins, 1)).tensors()
+        return Centroids(*(rows.reshape(batch, heads, -1, *rows.shape[3:]) for rows in joined))
 
     def check(self, op: str, batch: int, heads: int, dim: int, value_dim: int) -> None:
         """As `Evicted` says."""
@@ -219,7 +252,7 @@ class Centroids(Evicted):
         share = 1 / self.count.masked_fill(unused, 1)
         movers, partners = slice(half, None, 2), slice(1 - half, None, 2)
         cost = (-2 * points[:, :, movers]) @ points[:, :, partners].transpose(-1, -2)
-        # In place, because a block of a prompt makes this the largest table there is.
+        # In place: this is the largest table there is.
         distance = cost.add_(squares[..., movers, None]).add_(squares[..., None, partners]).clamp_(min=0)
         return distance.div_(share[..., movers, None] + share[..., None, partners])
 
