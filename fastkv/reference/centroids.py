@@ -55,7 +55,7 @@ from ..errors import FastKVError, check_groups, check_shape
 from .gather import added_at, rows_at
 from .moments import Evicted, compute_dtype
 
-BLOCK = 4096  # evicted tokens that join at once: bounds what there is on the way
+BLOCK = 2048  # evicted tokens that join at once: bounds what there is on the way
 GROUP = 256  # parts among which tokens choose, while there are more than so many, and than ROOMY a centroid
 ROOMY = 4
 # At most one centroid in so many disappears in a round, of more than SETTLED in use and of fewer. The last rounds join
