@@ -121,7 +121,9 @@ def test_many_tokens_become_fewer_in_groups(monkeypatch):
     keys, values = pairs(45)
     sizes = torch.tensor([[45, 33, 24], [13, 12, 0]])
     tokens = torch.arange(45) < sizes[..., None]
-    found = Centroids(tokens.double(), *(rows * tokens[..., None] for rows in (keys, values)), tokens.double() * 0).thinned(12)
+    found = Centroids(
+        tokens.double(), *(rows * tokens[..., None] for rows in (keys, values)), tokens.double() * 0
+    ).thinned(12)
     for row, head in itertools.product(range(2), range(3)):
         parts = [[token] for token in range(sizes[row, head])]
         while len(parts) > 12:

@@ -4,13 +4,16 @@
 
 extern "C" {
 
-// queries [batch, heads, number, dim] fp32, strides of all but the last axis; cos, sin [batch, number, dim / 2] of what
-// turned them, or none; real [batch, number]; mean [batch, heads, dim], covariance [batch, heads, dim, dim].
+// queries [batch, heads, number, dim] fp32, strides of all but the last axis; cos, sin [P, dim / 2] of what turns them to
+// a position, without a factor, or none; positions, real [batch, number]; mean [batch, heads, dim], covariance [batch,
+// heads, dim, dim].
 struct Queries {
     const float *queries, *cos, *sin;
+    const int32_t* positions;
     const uint8_t* real;
     float *mean, *covariance;
     int64_t batch, heads, number, dim, threads, strides[3];
+    float factor;
 };
 
 // keys [batch, heads, number, dim] fp32, strides as above; mean [batch, heads, groups, dim], covariance [batch, heads,
@@ -35,15 +38,16 @@ class Spread {
     std::vector<float> origin, tile, some, products;  // tile [dim / SIDE, TOGETHER, SIDE]
     std::vector<double> sum;
 
-    // Query n as it was before its rotation. A factor of that is `rotary`'s to undo.
+    // Query n as it was before its rotation, which had a factor.
     void read(int64_t n, float* to) const {
         const int64_t* by = all.strides;
         const float* row = all.queries + batch * by[0] + place % all.heads * by[1] + n * by[2];
-        const int64_t turn = (batch * all.number + n) * half;
+        const int64_t turn = all.cos ? all.positions[batch * all.number + n] * half : 0;
         for (int64_t i = 0; i < half; i += WIDE) {
             Floats one = floats(row + i), other = floats(row + half + i);
             if (all.cos) {
-                Floats cos = floats(all.cos + turn + i), sin = floats(all.sin + turn + i), first = one;
+                Floats cos = floats(all.cos + turn + i) / all.factor, sin = floats(all.sin + turn + i) / all.factor;
+                Floats first = one;
                 one = first * cos + other * sin;
                 other = other * cos - first * sin;
             }

@@ -3,10 +3,12 @@
 
 extern "C" {
 
-// keys [batch, heads, number, dim], fp32, strides of all but the last axis; cos, sin [batch, heads, number, dim / 2] of
-// what turned them, or none; valid, out [batch, heads, number]. unit: whether the anchor is the mean of keys of length one.
+// keys [batch, heads, number, dim], fp32, strides of all but the last axis; cos, sin [P, dim / 2] of what turns keys to a
+// position, or none; positions, valid, out [batch, heads, number]. unit: whether the anchor is the mean of keys of length
+// one.
 struct Unlike {
     const float *keys, *cos, *sin;
+    const int32_t* positions;
     const uint8_t* valid;
     float* out;
     int64_t batch, heads, number, dim, strides[3], unit, threads;
@@ -24,9 +26,11 @@ struct Key {
     int64_t half;
 
     Key(const Unlike& all, int64_t place, int64_t n) : cos(nullptr), sin(nullptr), half(all.dim / 2) {
-        const int64_t *by = all.strides, at = (place * all.number + n) * half;
+        const int64_t* by = all.strides;
         row = all.keys + place / all.heads * by[0] + place % all.heads * by[1] + n * by[2];
-        if (all.cos) cos = all.cos + at, sin = all.sin + at;
+        if (!all.cos) return;
+        const int64_t at = all.positions[place * all.number + n] * half;
+        cos = all.cos + at, sin = all.sin + at;
     }
 
     // Numbers [i, i + WIDE) of either half.

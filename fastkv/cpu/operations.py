@@ -9,7 +9,7 @@ contents.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -169,11 +169,11 @@ def keydiff_scores(
         told = {"distance": distance, "positions": positions, "rotary": rotary}
         return reference.keydiff_scores(keys, anchor, mask=hiding(mask), **told)  # type: ignore[arg-type]
     check_alike("keydiff_scores", keys.shape[:3], mask=mask, positions=positions)
-    turn = None if rotary is None or positions is None else rotary.turn(positions)
     (rows, strides), out = in_rows(keys), torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
     valid = torch.ones_like(out, dtype=torch.bool) if mask is None else mask.contiguous()
+    turn = (None, None, None) if rotary is None or positions is None else turns(rotary, positions, valid)
     sizes = *rows.shape, strides, anchor == "normalized_mean", torch.get_num_threads(), EPSILON
-    cpu.run("key_scores", "unlike", "Unlike", rows, *(turn or (None, None)), valid, out, *sizes)
+    cpu.run("key_scores", "unlike", "Unlike", rows, *turn, valid, out, *sizes)
     return out
 
 
@@ -189,11 +189,36 @@ def queries_ahead(
     check_alike("queries_ahead", (batch, 1, queries.shape[2]), positions=places)
     turned = rotary.halves(dim)
     rows, strides = in_rows(queries if turned else rotary.unrotate(queries.float(), places))
-    turn = (part / rotary.scaling for part in rotary.turn(places)) if turned else (None, None)
+    turn = turns(rotary, places, real) if turned else (None, None, None)
     mean, covariance = rows.new_empty(batch, heads, 1, dim), rows.new_empty(batch, heads, dim, dim)
     tensors = rows, *turn, real.contiguous(), mean, covariance
-    cpu.run("expected", "spread", "Queries", *tensors, *queries.shape, torch.get_num_threads(), strides)
-    return *turned_ahead(mean, covariance, rotary, newest, horizon), real.sum(-1, keepdim=True)
+    cpu.run("expected", "spread", "Queries", *tensors, *queries.shape, torch.get_num_threads(), strides, rotary.scaling)
+    ahead = turn_ahead(rotary, tuple(newest.flatten().tolist()), horizon)
+    return *turned_ahead(mean, covariance, rotary, ahead), real.sum(-1, keepdim=True)
+
+
+def turns(rotary: Rotary, positions: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """cos and sin of all positions so far, without the scaling, [P, R/2], and int32 positions, where valid below P."""
+    last = int(torch.where(valid, positions, 0).max()) if positions.numel() else 0
+    return *turn_table(rotary, 1 << last.bit_length()), positions.int().contiguous()
+
+
+# The layers of a model turn alike, and read the same positions. Inference mode would leave its mark on what is kept.
+
+
+@lru_cache(maxsize=4)
+def turn_table(rotary: Rotary, length: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions below `length`."""
+    with torch.inference_mode(False):
+        return rotary.turn(torch.arange(length, device="cpu"))
+
+
+@lru_cache(maxsize=4)
+def turn_ahead(rotary: Rotary, newest: tuple[int, ...], horizon: int) -> tuple[Tensor, Tensor]:
+    """`Rotary.turn_ahead` of the positions behind the newest of each row."""
+    with torch.inference_mode(False):
+        places = torch.tensor(newest, device="cpu")[:, None, None]
+        return rotary.turn_ahead(places, torch.arange(1, horizon + 1, device="cpu"))
 
 
 def expected_attention(

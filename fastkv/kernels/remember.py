@@ -14,10 +14,10 @@ coordinate, away from the centre, into a sum of three: once, and again when some
 them.
 
 Launches: one where few tokens leave (an eviction while decoding), whose programs own a head. For a prompt, per BLOCK
-tokens, one for every halving of groups, whose programs own groups; one that gathers what is left, whose programs own
-columns; one that splits it; two a round, whose programs own movers (offers) and partners (merges), down to TOGETHER
-centroids; and one for all rounds from there, again one program a head. Bytes per token and head: 4 (Dk + Dv) written
-in all halvings; in a round of u, 6 u^2 (Dk + Dv) / 128 read from L2.
+tokens, one or more that list them and halve their groups, which programs own; one that gathers what is left, whose
+programs own columns; one that splits it; two a round, whose programs own movers (offers) and partners (merges), down to
+TOGETHER centroids; and one for all rounds from there, again one program a head. Bytes per token and head: 4 (Dk + Dv)
+written in all halvings; in a round of u, 6 u^2 (Dk + Dv) / 128 read from L2.
 
 Does not handle: means that are neither bf16 nor fp32, head_dim above 256.
 """
@@ -632,22 +632,19 @@ def _halve_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def _gather_kernel(
-    new_keys: View, new_values: View, listed: Listed, gone_ptr, parts: EvictedPointers, room_ptr, rows_ptr, page, first,
-    most, level, num, rows, stride_i, TILE: tl.constexpr,
+    come: EvictedPointers, gone_ptr, parts: EvictedPointers, room_ptr, rows_ptr, page, first, most, level, num, rows,
+    stride_i, TILE: tl.constexpr,
 ):  # fmt: skip
     DK: tl.constexpr = TILE.DK
     DV: tl.constexpr = TILE.DV
     LANES: tl.constexpr = TILE.LANES
     SLICE: tl.constexpr = TILE.SLICE
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    batch, kv = pair // TILE.HEADS, pair % TILE.HEADS
     row, own = _home(rows_ptr, page, pair, TILE.HEADS)
     parts = EvictedPointers(*[p if p is None else _page(p, row, page) for p in parts])
     room = _room(room_ptr, pair, rows, TILE)
     coming = _coming(gone_ptr, pair, first, most, level, num)
-    listed = _advance(listed, pair * stride_i)
-    if listed.index_ptr is not None:
-        listed = _advance(listed, first)
+    listed = _advance(Listed(None, come.sizes_ptr, come.spread_ptr), pair * stride_i)
     cols = tl.arange(0, SLICE)
     KEY_SLICES: tl.constexpr = (DK + SLICE - 1) // SLICE
     tokens = tl.zeros([], tl.float32)
@@ -668,15 +665,13 @@ def _gather_kernel(
         tl.store(room.notes_ptr + 2, tokens)
     if part < KEY_SLICES:
         _gather(
-            room.keys_ptr, room.centre_ptr, parts.key_mean_ptr,
-            new_keys.ptr + batch * new_keys.stride_b + kv * new_keys.stride_h, listed, known, own, 0, num, coming,
-            tokens, new_keys.stride_t, part * SLICE + cols, DK, TILE.ROWS,
+            room.keys_ptr, room.centre_ptr, parts.key_mean_ptr, come.key_mean_ptr + pair * stride_i * DK, listed, known,
+            own, 0, num, coming, tokens, DK, part * SLICE + cols, DK, TILE.ROWS,
         )  # fmt: skip
     else:
         _gather(
-            room.values_ptr, room.centre_ptr + DK, parts.value_mean_ptr,
-            new_values.ptr + batch * new_values.stride_b + kv * new_values.stride_h, listed, known, own, 0, num,
-            coming, tokens, new_values.stride_t, (part - KEY_SLICES) * SLICE + cols, DV, TILE.ROWS,
+            room.values_ptr, room.centre_ptr + DK, parts.value_mean_ptr, come.value_mean_ptr + pair * stride_i * DV,
+            listed, known, own, 0, num, coming, tokens, DV, (part - KEY_SLICES) * SLICE + cols, DV, TILE.ROWS,
         )  # fmt: skip
 
 
@@ -814,29 +809,29 @@ def _join_blocks(
     asking = tile._replace(MOVERS=movers, PARTNERS=64)
     few, block = few_enough(num), min(most, BLOCK)
     rows, halving = working_rows(num, min(block, few)), asking._replace(LANES=GROUP // 2)
-    programs = min(cdiv(block, GROUP), cdiv(PROGRAMS, pairs)) if block > few else 0
-    room = max(room_size(rows, dim, value_dim), programs * room_size(GROUP, dim, value_dim))
-    room = torch.empty(pairs * room, dtype=torch.float32, device=gone.device)
-    # Of a head with few tokens all are copied, so there is room for them.
-    sizes = [max(few, cdiv(block, part)) for part in (2, 4) if cdiv(2 * block, part) > few]
-    halves = [_parts(parts, gone.shape, rows) for rows in sizes]
+    programs = min(cdiv(block, GROUP), cdiv(PROGRAMS, pairs))
+    size = max(room_size(rows, dim, value_dim), programs * room_size(GROUP, dim, value_dim))
+    room = torch.empty(pairs * size, dtype=torch.float32, device=gone.device)
+    # Those of a head with few tokens are copied as they are.
+    halves = [_parts(parts, gone.shape, working_rows(0, max(min(few, block), cdiv(block, 2))))]
+    if cdiv(block, 2) > few:
+        halves.append(_parts(parts, gone.shape, working_rows(0, max(few, cdiv(block, 4)))))
     launch = {"num_warps": _warps(max(dim, value_dim), 0, on_hip()), "num_stages": stages(2)}
     slices = cdiv(dim, tile.SLICE) + cdiv(value_dim, tile.SLICE)
     for first in range(0, most, BLOCK):
         now = total = min(BLOCK, most - first)
-        level, half, coming = 0, 0, (*new, Listed(index))
-        stride = index.stride(1)
-        while total > few:
-            half_of = halves[level % 2]
+        level, half, coming, stride = 0, 0, (*new, Listed(index)), index.stride(1)
+        while not level or total > few:
+            left = halves[level % 2]
             _halve_kernel[pairs, programs](
-                *coming, gone, _pointers(half_of), room, first, now, level, num, half_of.num, stride, TILE=halving,
+                *coming, gone, _pointers(left), room, first, now, level, num, left.num, stride, TILE=halving,
                 HIP=on_hip(), num_warps=_warps(max(dim, value_dim), GROUP // 2, on_hip()), num_stages=stages(2),
             )  # fmt: skip
-            total, level, stride = max(few, cdiv(total, 2)), level + 1, half_of.num
-            coming = View.of(half_of.keys), View.of(half_of.values), Listed.of(half_of)
+            total = min(total, max(few, cdiv(total, 2)))
+            level, stride, coming = level + 1, left.num, (View.of(left.keys), View.of(left.values), Listed.of(left))
         total += num
         _gather_kernel[pairs, slices](
-            *coming, gone, known, room, *where, first, now, level, num, rows, stride,
+            _pointers(left), gone, known, room, *where, first, now, level, num, rows, stride,
             TILE=tile._replace(LANES=tile.SCAN), **launch,
         )  # fmt: skip
         _place_kernel[pairs, cdiv(total, tile.RECEIVERS)](gone, room, first, now, level, num, rows, TILE=tile, **launch)

@@ -24,9 +24,9 @@ The tighter the parts, the smaller both errors, so parts are joined where the su
 with the variances of all centroids. The exact rule joins the cheapest pair, one pair after the other. Here half of the
 centroids, every second one in order of age, each choose their cheapest partner in the other half, and the cheapest of
 these pairs are joined together (the bipartite matching of token merging, Bolya et al. 2023, arXiv:2210.09461): in each
-round a fourth of the centroids disappears, in the last ones an eighth. A round has static shapes and no data-dependent loop; the halves swap
-after every round. How many pairs a head joins in a round follows from how many centroids it has in use, so that a head
-does not depend on what others evict, nor on padding.
+round a fourth of the centroids disappears, in the last ones an eighth. A round has static shapes and no data-dependent
+loop; the halves swap after every round. How many pairs a head joins in a round follows from how many centroids it has
+in use, so that a head does not depend on what others evict, nor on padding.
 
 Many tokens first become fewer among themselves: groups of GROUP that follow each other in age each join all pairs, so
 that half of the parts are left, and again, until there are few enough to join the centroids. What is compared then
@@ -74,7 +74,6 @@ def left_of(used: int, num: int) -> int:
 
     Where rounds become finer, a head with fewer in use may have more of them afterwards.
     """
-
 
     def left(used: int) -> int:
         return max(num, used - max(used // (FINE if used <= SETTLED else MEDIUM), 1))
@@ -143,8 +142,8 @@ class Centroids(Evicted):
             new_values = torch.where(inside[..., None], values[:, :, part].to(dtype), 0)
             count = inside.to(dtype)
             new = Centroids(count, new_keys, new_values, torch.zeros_like(count))
-            new = new.at(new.order()).thinned(few_enough(num)).tensors()
-            total = Centroids(*(torch.cat((old.to(dtype), rows), 2) for old, rows in zip(total.tensors(), new)))
+            few = new.at(new.order()).thinned(few_enough(num)).tensors()
+            total = Centroids(*(torch.cat((old.to(dtype), rows), 2) for old, rows in zip(total.tensors(), few)))
             total = total.at(total.order())
             used, half = (total.count > 0).sum(-1), 0
             while total.num > num:
@@ -158,7 +157,7 @@ class Centroids(Evicted):
         return total
 
     def thinned(self, most: int) -> Centroids:
-        """Heads with more than `most` parts join them, in groups, until they have no more. Used ones must come first."""
+        """Heads with more parts than `most` join them, in groups, until they have as few. Used ones must come first."""
         total = self
         while total.num > most:
             left = max(most, (total.num + 1) // 2)

@@ -308,7 +308,8 @@ def queries_ahead(
     mean = queries.sum(2, keepdim=True) / number
     offset = queries.sub_(mean).mul_(real[..., None].to(mean.dtype))
     covariance = offset.transpose(-1, -2) @ offset / number
-    return *turned_ahead(mean, covariance, rotary, newest, horizon), count
+    ahead = rotary.turn_ahead(newest, torch.arange(1, horizon + 1, device=newest.device))
+    return *turned_ahead(mean, covariance, rotary, ahead), count
 
 
 def queries_of(queries: Tensor, positions: Tensor, valid: Tensor, sinks: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -320,12 +321,11 @@ def queries_of(queries: Tensor, positions: Tensor, valid: Tensor, sinks: int) ->
 
 
 def turned_ahead(
-    mean: Tensor, covariance: Tensor, rotary: Rotary, newest: Tensor, horizon: int
+    mean: Tensor, covariance: Tensor, rotary: Rotary, turn: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Of `queries_ahead`: mean [B, Hq, 1, D] and covariance [B, Hq, D, D] after the mean rotation of the `horizon`
-    positions behind `newest` [B, 1, 1].
+    """Of `queries_ahead`: mean [B, Hq, 1, D] and covariance [B, Hq, D, D] after the mean rotation `turn`, as of
+    `Rotary.turn_ahead`.
     """
-    turn = rotary.turn_ahead(newest, torch.arange(1, horizon + 1, device=newest.device))
     half = rotary.turned(covariance, *turn)  # C is symmetric, so R C R^T = (R (R C)^T)^T
     return rotary.turned(mean, *turn), rotary.turned(half.transpose(-1, -2), *turn)
 
