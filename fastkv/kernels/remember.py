@@ -525,8 +525,10 @@ def _advance(listed, by):
 def _sizes(listed, row, inside):
     """Tokens of rows of the list."""
     if listed.sizes_ptr is None:
-        return inside.to(tl.float32)
-    return tl.load(listed.sizes_ptr + row, mask=inside, other=0.0)
+        size = inside.to(tl.float32)
+    else:
+        size = tl.load(listed.sizes_ptr + row, mask=inside, other=0.0)
+    return size
 
 
 @triton.jit
@@ -808,7 +810,7 @@ def _join_blocks(
     movers = 64 if chip_of(gone.device) == "90" else 32  # on sm_90 tiles that four warps multiply at once
     asking = tile._replace(MOVERS=movers, PARTNERS=64)
     few, block = few_enough(num), min(most, BLOCK)
-    rows, halving = working_rows(num, min(block, few)), asking._replace(LANES=GROUP // 2)
+    rows, halving = working_rows(num, min(block, few)), tile._replace(LANES=GROUP // 2)
     programs = min(cdiv(block, GROUP), cdiv(PROGRAMS, pairs))
     size = max(room_size(rows, dim, value_dim), programs * room_size(GROUP, dim, value_dim))
     room = torch.empty(pairs * size, dtype=torch.float32, device=gone.device)
@@ -825,7 +827,7 @@ def _join_blocks(
             left = halves[level % 2]
             _halve_kernel[pairs, programs](
                 *coming, gone, _pointers(left), room, first, now, level, num, left.num, stride, TILE=halving,
-                HIP=on_hip(), num_warps=_warps(max(dim, value_dim), GROUP // 2, on_hip()), num_stages=stages(2),
+                HIP=on_hip(), num_warps=_warps(max(dim, value_dim), GROUP, on_hip()), num_stages=stages(2),
             )  # fmt: skip
             total = min(total, max(few, cdiv(total, 2)))
             level, stride, coming = level + 1, left.num, (View.of(left.keys), View.of(left.values), Listed.of(left))
