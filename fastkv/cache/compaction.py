@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import ops
 from ..corrections import Pairs
 from ..policies import Reread, Signals
-from ..reference import LayerState, Selection, Slots, pack, pack_known
+from ..reference import LayerState, Selection, pack, pack_known
 from . import key_only
 from .layout import LayerConfig
 from .selection import protected
@@ -64,19 +64,12 @@ def _store_in_slabs(
     state: LayerState, signals: Signals, selection: Selection, num: int, rule: LayerConfig, full: bool, anew: bool
 ) -> None:
     """`store` where heads share slots unequally."""
-    exact, layout = state.exact, rule.layout
-    # Compacted where the candidates lie, because the stretches of the heads are about to move.
-    if exact.format.plain and exact.bias is None:
-        values = None if exact.values is None else signals.values.contiguous()
-        keys = signals.keys.contiguous()  # of a first block they are the engine's, with gaps between heads
-        rows = Slots(keys, values, exact.lengths, signals.positions.clone(), value_dim=exact.value_dim)
-        block = None
-        state.seen.add_(signals.valid[:, 0, signals.valid.shape[2] - num :].sum(-1))
-    else:  # signals are decoded, and know no bias: what is stored moves as it is
-        rows, block = exact.equal(exact.filled, room=num), _newest(signals, num)
-    known = None if exact.memory is None else signals.memory
-    rows.memory = None if known is None else torch.empty_like(known)
-    ops.compact(signals.valid, selection, block, known, LayerState(rows, state.seen, state.moments), rule.spec)
+    exact, layout, choice = state.exact, rule.layout, (signals.valid, selection, _newest(signals, num))
+    known, rows, held = None if exact.memory is None else signals.memory, exact, exact.filled
+    if held:  # compacted in a copy, because the stretches of the heads are about to move
+        rows = exact.equal(held, room=num)
+        rows.memory = None if known is None else torch.empty_like(known)
+        ops.compact(*choice, known, LayerState(rows, state.seen, state.moments), rule.spec)
     assert exact.starts is not None
     if full and layout.adaptive:
         counts = rule.plan.parallel.gather(selection.counts)
@@ -85,6 +78,9 @@ def _store_in_slabs(
         exact.trade(rule.plan.parallel.own(capacities), capacities)
     elif anew:
         exact.redeal(layout.capacities("exact"))
+    if not held:
+        ops.compact(*choice, known, state, rule.spec)
+        return
     pack(exact.starts, [(getattr(exact, name), candidates) for name, candidates in rows.moving().items()])
     if exact.memory is not None and rows.memory is not None:
         pack_known(exact.starts, exact.memory, rows.memory)

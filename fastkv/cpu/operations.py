@@ -331,8 +331,17 @@ def compact(
     spec: Spec,
 ) -> None:
     """`reference.compact`; of slots alone, only tokens that leave are copied out, and only those that fill their slots
-    are moved."""
+    are moved; of a first block, only those that stay are stored."""
     slots, moments = state.exact, state.moments
+    if block is not None and valid.shape[-1] == block[0].shape[2]:
+        gone = valid & ~selection.kept
+        after = Moments(moments.count + gone.sum(-1)) if moments.key_mean is None else moments.add(*block[:2], gone)
+        if compiled_slots.keep(slots, selection.kept, block, known):
+            moments.copy_(after)
+            state.seen.add_(valid[:, 0].sum(-1))
+            if slots.attention is not None:
+                slots.attention.zero_()
+            return
     if block is None and torch.equal(valid, torch.arange(valid.shape[-1], device="cpu") < slots.lengths[..., None]):
         gone = valid & ~selection.kept
         most = int(gone.sum(-1).max())

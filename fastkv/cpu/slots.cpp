@@ -229,6 +229,18 @@ struct Rows {
     int64_t batch, heads, slots, dim, threads;
 };
 
+// A first block: new keys and values of every token, of plain slots as these are stored, else fp32, and where they go;
+// which are kept, [batch, heads, number], positions and, or none, what is known of each. room: slots of a head of equal
+// heads; lengths and starts as of `Attention`.
+struct Keeping {
+    Coded keys, values;
+    Moving new_keys, new_values, positions, new_positions, memory, known;
+    const uint8_t* kept;
+    int32_t* lengths;
+    const int32_t* starts;
+    int64_t batch, heads, number, dim, value_dim, room, threads, length_stride, start_stride;
+};
+
 // A token for every head, or none: rows [batch, heads, dim] of keys and values, of plain slots as they are stored, else
 // fp32. seen [batch]: its position; room: slots of a head of equal heads; strides in elements, of batch rows and heads.
 struct Token {
@@ -577,15 +589,20 @@ void join(const Attention& all, int64_t place, const Part* parts, int64_t number
     }
 }
 
+// A row, plain or fp32, becomes the slot's.
 template <typename Format>
-void put(const void* rows, int64_t place, const Coded& to, int64_t batch, int64_t head, int64_t slot,
-         const Attention& all) {
+void put(const void* row, int64_t dim, const Coded& to, int64_t batch, int64_t head, int64_t slot) {
     uint8_t* codes = to.codes.at(batch, head, slot);
     if constexpr (Format::PLAIN != 0)
-        std::memcpy(codes, static_cast<const char*>(rows) + place * all.dim * Format::PLAIN, all.dim * Format::PLAIN);
+        std::memcpy(codes, row, dim * Format::PLAIN);
     else
-        Format::write(static_cast<const float*>(rows) + place * all.dim, codes, to.scales.at(batch, head, slot),
-                      all.dim);
+        Format::write(static_cast<const float*>(row), codes, to.scales.at(batch, head, slot), dim);
+}
+
+// The row of a head of the token.
+template <typename Format>
+const void* row_of(const void* rows, int64_t place, int64_t dim) {
+    return static_cast<const char*>(rows) + place * dim * (Format::PLAIN ? Format::PLAIN : sizeof(float));
 }
 
 // Stores the token in the first free slot of every head that has one.
@@ -600,8 +617,8 @@ void append(const Attention& all) {
             int32_t& length = all.lengths[batch * all.length_stride + head];
             if (length >= (owned ? owned[1] - owned[0] : token.room)) continue;
             int64_t slot = (owned ? owned[0] : 0) + length++;
-            put<Keys>(token.keys, place, all.keys, batch, head, slot, all);
-            put<Values>(token.values, place, all.values, batch, head, slot, all);
+            put<Keys>(row_of<Keys>(token.keys, place, all.dim), all.dim, all.keys, batch, head, slot);
+            put<Values>(row_of<Values>(token.values, place, all.dim), all.dim, all.values, batch, head, slot);
             token.positions[batch * token.position_strides[0] + head * token.position_strides[1] + slot] = seen;
         }
         ++seen;
@@ -678,6 +695,29 @@ void leave(const Leaving& all) {
     }
 }
 
+template <typename Keys, typename Values>
+void keep(const Keeping& all) {
+#pragma omp parallel for num_threads(all.threads)
+    for (int64_t place = 0; place < all.batch * all.heads; ++place) {
+        const int64_t batch = place / all.heads, head = place % all.heads;
+        const int32_t* owned = all.starts ? all.starts + batch * all.start_stride + head : nullptr;
+        const int64_t first = owned ? owned[0] : 0, end = owned ? owned[1] : all.room;
+        const uint8_t* kept = all.kept + place * all.number;
+        auto number = [&](const Moving& numbers, int64_t at) { return numbers.at(batch, head, at); };
+        int64_t slot = first;
+        for (int64_t n = 0; n < all.number; ++n) {
+            if (!kept[n]) continue;
+            put<Keys>(all.new_keys.at(batch, head, n), all.dim, all.keys, batch, head, slot);
+            put<Values>(all.new_values.at(batch, head, n), all.value_dim, all.values, batch, head, slot);
+            std::memcpy(number(all.positions, slot), number(all.new_positions, n), sizeof(int32_t));
+            if (all.memory.rows) std::memcpy(number(all.memory, slot), number(all.known, n), sizeof(float));
+            ++slot;
+        }
+        all.lengths[batch * all.length_stride + head] = int32_t(slot - first);
+        for (; all.memory.rows && slot < end; ++slot) std::memset(number(all.memory, slot), 0, sizeof(float));
+    }
+}
+
 template <typename Format>
 void each(const Rows& all, bool encode) {
     const Coded& coded = all.coded;
@@ -704,7 +744,8 @@ void each(const Rows& all, bool encode) {
 }  // namespace
 
 #define READ(name, Keys, Values) \
-    void attend_##name(const Attention* all) { attend<Keys, Values>(*all); }
+    void attend_##name(const Attention* all) { attend<Keys, Values>(*all); } \
+    void keep_##name(const Keeping* all) { keep<Keys, Values>(*all); }
 #define FORMAT(name, Format)                                              \
     READ(name, Format, Format)                                            \
     void encode_##name(const Rows* all) { each<Format>(*all, true); }      \

@@ -254,6 +254,44 @@ def leave(slots: Slots, kept: Tensor, known: Tensor | None) -> bool:
     return True
 
 
+def keep(slots: Slots, kept: Tensor, block: tuple[Tensor, Tensor, Tensor], known: Tensor | None) -> bool:
+    """Store those tokens of a first block that are `kept`, [B, Hkv, T] bool, in empty slots.
+
+    Args: block: keys, values and int32 positions; known [B, Hkv, T]: a number of each, or None, as of `leave`.
+
+    Returns: whether it was done; without a compiler, and for slots that it does not know, nothing happens.
+    """
+    (keys, values, new), form, positions = block, slots.format, slots.positions
+    if slots.values is None or positions is None or slots.bias is not None or not owned_as_expected(slots):
+        return False
+    if form.plain:
+        ready = slots.keys.dtype == slots.values.dtype and slots.keys.dtype in PLAIN and cpu.available("slots")
+    else:
+        ready = serves(form.keys, keys.shape[-1]) and serves(form.values, values.shape[-1])
+    stored = slots.keys.dtype if form.plain else torch.float32
+    rows = [one.to(stored) for one in (keys, values)]
+    rows = [*(one if one.stride(-1) == 1 else one.contiguous() for one in rows), new]
+    pairs = coded_at(slots.keys, slots.key_scales), coded_at(slots.values, slots.value_scales)
+    numbers = [positions]
+    if known is not None and slots.memory is not None:
+        rows, numbers = [*rows, known.float()], [positions, slots.memory]
+    ours = [rows_at(one, False) for one in rows]
+    theirs = [rows_at(one, slots.starts is not None) for one in numbers]
+    if not ready or None in (*pairs, *ours, *theirs):
+        return False
+    nothing = [C.Moving()] * (2 - len(numbers))
+    (new_keys, new_values, fresh, *told), (spots, *memory) = ours + nothing, theirs + nothing
+    kept, lengths, starts = kept.contiguous(), slots.lengths, slots.starts
+    given = C.Keeping(*pairs, new_keys, new_values, spots, fresh, *memory, *told, kept.data_ptr(), lengths.data_ptr())
+    given.batch, given.heads, given.number, given.dim = keys.shape
+    given.value_dim, given.room, given.threads = values.shape[-1], slots.keys.shape[-2], torch.get_num_threads()
+    given.length_stride = lengths.stride(0)
+    if starts is not None:
+        given.starts, given.start_stride = starts.data_ptr(), starts.stride(0)
+    cpu.call("slots", f"keep_{PLAIN[stored] if form.plain else form.name}", given)
+    return True
+
+
 def owned_as_expected(slots: Slots) -> bool:
     """Whether what says which slots are whose, and which are in use, is what C++ expects: int32, heads side by side."""
     owned = [slots.lengths] if slots.starts is None else [slots.lengths, slots.starts]

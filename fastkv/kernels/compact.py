@@ -429,7 +429,8 @@ def compact(
     check_shape(op, "v", v, (batch, heads, k.shape[2], dv))
     check_head_dim(op, max(dk, dv))
     check_contiguous(op, valid=valid, kept=kept)
-    changed = ("lengths", *["attention"] * (block is not None), *["memory", "starts"] * (known is not None))
+    shared, begins = slots.starts is not None, block is not None
+    changed = ("lengths", *["attention"] * (begins and not shared), *["memory", "starts"] * (known is not None))
     counted = StatePointers.of(slots, *changed, seen=None if block is None else state.seen)
     check_like(op, valid.shape, known=known)
     for name in ("attention", "memory"):
@@ -437,14 +438,16 @@ def compact(
             check_shape(op, name, addressed(op, numbers, slots.starts), (None, heads, capacity))
     page = check_rows(op, state, held, changing, counted)
     assert 0 <= used <= capacity and k.stride(-1) == v.stride(-1) == 1
-    assert slots.starts is None or block is None
+    assert not shared or not begins or not used
+    if shared and begins and slots.attention is not None:
+        slots.attention.zero_()
     if not num or not batch:
         lengths.zero_() if state.rows is None else lengths.index_fill_(0, state.rows, 0)
         return
     device, where, width = keys.device, (state.rows, page), pow2(dk, 64)
     most = num  # rows that leave, or move; every head keeps `spec.tokens`, and of a slab all but `spec.spare`
-    if block is None:
-        most = max(num - spec.tokens if slots.starts is None else spec.spare, 1)
+    if not begins:
+        most = max(spec.spare if shared else num - spec.tokens, 1)
     splits, pairs = min(MAX_SPLITS, max(1, most // ROWS_PER_SPLIT)), batch * heads
     crosses = None
     if moments.cross is not None and splits > 1:

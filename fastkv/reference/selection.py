@@ -160,7 +160,8 @@ def compact(
     """Merge the candidates that were not selected into the moments and move the selected ones to the front, in place.
 
     The selected ones end up in order of position, so that slots are positional after a prompt. Heads that own stretches
-    of a slab can have no block. The tokens of a block are seen from then on, and what slots receive is counted anew.
+    of a slab can have a block only while they are empty. The tokens of a block are seen from then on, and what slots
+    receive is counted anew.
 
     Args: valid [B, Hkv, N] bool, N = S + T: which of the first S slots and of the block are tokens; selection: made
         over them; block: k, v [B, Hkv, T, D] and positions [B, Hkv, T] of new tokens, None for none; known: a number
@@ -168,15 +169,17 @@ def compact(
         None.
     """
     slots, moments = state.exact, state.moments
+    used = valid.shape[-1] - (0 if block is None else block[0].shape[2])
     if slots.starts is not None:
-        equal = slots.equal(valid.shape[-1])
+        equal = slots.equal(used, room=valid.shape[-1] - used)
         equal.memory = None if known is None else torch.empty_like(known)
         compact(valid, selection, block, known, LayerState(equal, state.seen, moments), spec)
         pack(slots.starts, zip(slots.moving().values(), equal.moving().values()))
         if slots.memory is not None and equal.memory is not None:
             pack_known(slots.starts, slots.memory, equal.memory)
+        if block is not None and slots.attention is not None:
+            slots.attention.zero_()
         return
-    used = valid.shape[-1] - (0 if block is None else block[0].shape[2])
     evicted = valid & ~selection.kept
     gone = moments.add(slots["keys"][:, :, :used], slots["values"][:, :, :used], evicted[..., :used])
     every = {name: rows[:, :, :used] for name, rows in slots.moving().items()}

@@ -179,6 +179,15 @@ class Slots:
 
     def read(self, *names: str, dtype: torch.dtype | None = None) -> list[Tensor]:
         """The same of each of the named tensors, in `dtype` or in the model's."""
+        if not self.filled:  # as before every prompt
+            dims = {"keys": [self.format.keys.dim(self.keys.shape[-1])], "values": [self.value_dim]}
+            none = ((getattr(self, name), dims.get(name)) for name in names)
+            return [
+                self.keys.new_empty(*self.lengths.shape, 0, *dim, dtype=dtype or self.dtype)
+                if dim
+                else rows.new_empty(*self.lengths.shape, 0)
+                for rows, dim in none
+            ]
         scales = {} if self.format.plain else {name: SCALES[name] for name in names if name in SCALES}
         every = (*names, *scales.values())
         rows = dict(zip(every, self.stored(*every)))
