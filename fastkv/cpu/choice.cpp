@@ -1,7 +1,22 @@
-// Which tokens stay, on a CPU: `needed_scores`, `select_each` and the order in which tokens leave, as in the reference.
-// Between generated tokens there are few of them, and an operator of torch costs more than what it does.
+// Which tokens stay, on a CPU: `candidates`, `needed_scores`, `select_each` and the order in which tokens leave, as in
+// the reference. An operator of torch costs more than what it does to few numbers, most of all the first time after a
+// layer's matrices have filled the caches.
 
 extern "C" {
+
+// What slots hold, positions and memory (or none) [batch, heads, slots] and lengths [batch, heads]; then of a block valid
+// [batch, block] and seen [batch] before it. Of both, [batch, heads, slots + block]: all_positions, real, guard, and
+// all_memory or none.
+struct Candidates {
+    const int32_t *positions, *lengths;
+    const float* memory;
+    const uint8_t* valid;
+    const int64_t* seen;
+    int32_t* all_positions;
+    uint8_t *real, *guard;
+    float* all_memory;
+    int64_t batch, heads, slots, block, sinks, recent;
+};
 
 // All [places, number]: unlike, expected and read, the last two or none; valid; out.
 struct Needed {
@@ -95,6 +110,24 @@ void order_of(const Ordering& all, int64_t place) {
 }
 
 }  // namespace
+
+extern "C" void candidates(const Candidates* all) {
+    const int64_t number = all->slots + all->block;
+    for (int64_t place = 0; place < all->batch * all->heads; ++place) {
+        const int64_t batch = place / all->heads, begin = place * all->slots, at = place * number;
+        const uint8_t* valid = all->valid + batch * all->block;
+        int64_t seen = all->seen[batch];
+        for (int64_t n = 0; n < number; ++n) {
+            const bool old = n < all->slots, real = old ? n < all->lengths[place] : valid[n - all->slots];
+            if (!old) seen += real;
+            all->all_positions[at + n] = old ? all->positions[begin + n] : int32_t(seen - 1);
+            all->real[at + n] = real;
+            if (all->all_memory) all->all_memory[at + n] = old ? all->memory[begin + n] : 0;
+        }
+        for (int64_t n = at; n < at + number; ++n)
+            all->guard[n] = all->all_positions[n] < all->sinks || all->all_positions[n] >= seen - all->recent;
+    }
+}
 
 extern "C" void needed(const Needed* all) {
 #pragma omp parallel for num_threads(all->threads) if (all->places * all->number > WORTH)

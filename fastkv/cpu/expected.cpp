@@ -1,29 +1,31 @@
-// What queries to come are like, and what they are expected to give each key, on a CPU: `queries_ahead` of the
-// reference before it looks ahead, and the attention of its `expected_attention`. A head of the queries is one thread's
-// work, so sums depend on neither threads nor batch.
+// What queries to come are like, and what they are expected to give each key, on a CPU: `queries_ahead` and
+// `expected_attention` of the reference. A head of the queries is one thread's work, so sums depend on neither threads
+// nor batch.
 
 extern "C" {
 
 // queries [batch, heads, number, dim] fp32, strides of all but the last axis; cos, sin [P, dim / 2] of what turns them to
-// a position, without a factor, or none; positions, real [batch, number]; mean [batch, heads, dim], covariance [batch,
-// heads, dim, dim].
+// a position, without a factor, or none: then nothing is turned; positions, valid [batch, number]; mean [batch, heads,
+// dim], covariance [batch, heads, dim, dim], count [batch].
 struct Queries {
     const float *queries, *cos, *sin;
     const int32_t* positions;
-    const uint8_t* real;
+    const uint8_t* valid;
     float *mean, *covariance;
-    int64_t batch, heads, number, dim, threads, strides[3];
+    int64_t *count, batch, heads, number, dim, threads, strides[3], horizon, sinks;
     float factor;
 };
 
-// keys [batch, heads, number, dim] fp32, strides as above; mean [batch, heads, groups, dim], covariance [batch, heads,
-// groups, dim, dim]; valid, attention [batch, heads, number].
+// keys [batch, heads, number, dim] and values, fp32, strides as above; mean [batch, heads, groups, dim], covariance
+// [batch, heads, groups, dim, dim], count [batch]; memory, valid, out [batch, heads, number].
 struct Expected {
-    const float *keys, *mean, *covariance;
+    const float *keys, *values, *mean, *covariance;
+    const int64_t* count;
+    const float* memory;
     const uint8_t* valid;
-    float* attention;
-    int64_t batch, heads, groups, number, dim, threads, strides[3];
-    float scale;
+    float* out;
+    int64_t batch, heads, groups, number, dim, value_dim, threads, key_strides[3], value_strides[3];
+    float scale, epsilon;
 };
 }
 
@@ -35,7 +37,7 @@ constexpr int64_t TOGETHER = 128;  // queries whose products are summed before t
 class Spread {
     const Queries& all;
     const int64_t batch, place, half;
-    std::vector<float> origin, tile, some, products;  // tile [dim / SIDE, TOGETHER, SIDE]
+    std::vector<float> origin, tile, some, products, turn;  // tile [dim / SIDE, TOGETHER, SIDE]; turn: cos, then sin
     std::vector<double> sum;
 
     // Query n as it was before its rotation, which had a factor.
@@ -89,11 +91,39 @@ class Spread {
         : all(all), batch(place / all.heads), place(place), half(all.dim / 2), origin(all.dim),
           tile(all.dim * TOGETHER), some(all.dim), products(all.dim * all.dim), sum(all.dim) {}
 
+    // The mean turn of the positions behind the newest, with its factor.
+    void look_ahead(int64_t newest) {
+        std::vector<double> total(all.dim);
+        turn.resize(all.dim);
+        for (int64_t at = newest + 1; at <= newest + all.horizon; ++at)
+            for (int64_t i = 0; i < half; ++i) {
+                total[i] += all.cos[at * half + i];
+                total[half + i] += all.sin[at * half + i];
+            }
+        for (int64_t i = 0; i < all.dim; ++i) turn[i] = float(total[i] / all.horizon * all.factor);
+    }
+
+    void turned(float* row) const {
+        for (int64_t i = 0; i < half; ++i) {
+            const float first = row[i], second = row[half + i];
+            row[i] = first * turn[i] - second * turn[half + i];
+            row[half + i] = second * turn[i] + first * turn[half + i];
+        }
+    }
+
+    static void transpose(float* matrix, int64_t dim) {
+        for (int64_t i = 0; i < dim; ++i)
+            for (int64_t j = 0; j < i; ++j) std::swap(matrix[i * dim + j], matrix[j * dim + i]);
+    }
+
     void find() {
         std::vector<float> row(all.dim);
-        int64_t count = 0;
+        int64_t count = 0, newest = -1;
         for (int64_t n = 0; n < all.number; ++n) {
-            if (!all.real[batch * all.number + n]) continue;
+            if (!all.valid[batch * all.number + n]) continue;
+            const int64_t position = all.positions[batch * all.number + n];
+            newest = std::max(newest, position);
+            if (position < all.sinks) continue;
             read(n, row.data());
             if (!count) origin = row;
             put(row.data(), count++ % TOGETHER);
@@ -107,13 +137,21 @@ class Spread {
             for (int64_t j = i; j < all.dim; ++j)
                 covariance[i * all.dim + j] = covariance[j * all.dim + i] =
                     float(products[i * all.dim + j] * each - sum[i] * sum[j]);
+        all.count[batch] = count;  // of every head the same
+        if (!all.cos) return;
+        look_ahead(newest);
+        turned(mean);
+        for (int once = 0; once < 2; ++once) {  // C is symmetric, so R C R^T = (R (R C)^T)^T
+            for (int64_t i = 0; i < all.dim; ++i) turned(covariance + i * all.dim);
+            if (!once) transpose(covariance, all.dim);
+        }
     }
 };
 
 // Of one head of the queries: the logarithm of what each key is expected to receive, times a factor of the head's;
 // -inf of those that are not valid.
 void expect(const Expected& all, int64_t head, float* logits) {
-    const int64_t place = head / all.groups, dim = all.dim, *by = all.strides;
+    const int64_t place = head / all.groups, dim = all.dim, *by = all.key_strides;
     const float *mean = all.mean + head * dim, *covariance = all.covariance + head * dim * dim;
     const float* keys = all.keys + place / all.heads * by[0] + place % all.heads * by[1];
     std::vector<float> columns(dim * dim);  // [dim / SIDE, dim, SIDE]
@@ -154,6 +192,19 @@ void share(float* logits, int64_t width, int64_t groups, float* attention) {
         store_native(attention + n, native(attention + n) + native(logits + n) * float(1 / (total * groups)));
 }
 
+// The length of a value.
+float length(const Expected& all, int64_t place, int64_t n) {
+    const int64_t* by = all.value_strides;
+    const float* row = all.values + place / all.heads * by[0] + place % all.heads * by[1] + n * by[2];
+    Native sums = {};
+    int64_t i = 0;
+    for (; i + NATIVE <= all.value_dim; i += NATIVE) sums += native(row + i) * native(row + i);
+    float sum = 0;
+    for (int lane = 0; lane < NATIVE; ++lane) sum += sums[lane];
+    for (; i < all.value_dim; ++i) sum += row[i] * row[i];
+    return __builtin_sqrtf(sum);
+}
+
 }  // namespace
 
 extern "C" void spread(const Queries* all) {
@@ -171,6 +222,10 @@ extern "C" void expected(const Expected* all) {
         std::vector<float> attention(width);
         for (int64_t member = 0; member < all->groups; ++member)
             share(&logits[(place * all->groups + member) * width], width, all->groups, attention.data());
-        std::copy_n(attention.data(), all->number, all->attention + place * all->number);
+        for (int64_t n = 0, at = place * all->number; n < all->number; ++n, ++at) {
+            const bool known = all->valid[at] && all->count[place / all->heads] > 0;
+            const float told = known ? (attention[n] + all->epsilon) * length(*all, place, n) : 0;
+            all->out[at] = known ? std::max(told, __FLT_MIN__) : all->memory[at];
+        }
     }
 }

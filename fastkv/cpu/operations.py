@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import cpu, reference
 from ..errors import check_groups, check_shape
 from ..reference import Centroids, LayerState, Moments, Selection, Spec, centroids, merge_partials
-from ..reference.scores import EPSILON, queries_of, times_length, turned_ahead
+from ..reference.scores import EPSILON, turned_ahead
 from ..rotary import Rotary
 from . import slots as compiled_slots
 
@@ -181,44 +181,39 @@ def queries_ahead(
     queries: Tensor, positions: Tensor, valid: Tensor, rotary: Rotary, horizon: int, sinks: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.queries_ahead`, with the products of few queries at a time, and no copy of them."""
-    batch, heads, _, dim = queries.shape
+    batch, heads, num, dim = queries.shape
     if not halves_fit(queries) or not cpu.available("expected"):
         return reference.queries_ahead(queries, positions, valid, rotary, horizon, sinks)
     check_alike("queries_ahead", positions.shape, valid=valid)
-    places, real, newest = queries_of(queries, positions, valid, sinks)
-    check_alike("queries_ahead", (batch, 1, queries.shape[2]), positions=places)
+    places, real = (part[:, 0, -num:].contiguous() for part in (positions, valid))
+    check_alike("queries_ahead", (batch, num), positions=places)
     turned = rotary.halves(dim)
-    rows, strides = in_rows(queries if turned else rotary.unrotate(queries.float(), places))
-    turn = turns(rotary, places, real) if turned else (None, None, None)
+    rows, strides = in_rows(queries if turned else rotary.unrotate(queries.float(), places[:, None]))
+    *turn, places = turns(rotary, places, real, horizon) if turned else (None, None, places.int())
     mean, covariance = rows.new_empty(batch, heads, 1, dim), rows.new_empty(batch, heads, dim, dim)
-    tensors = rows, *turn, real.contiguous(), mean, covariance
-    cpu.run("expected", "spread", "Queries", *tensors, *queries.shape, torch.get_num_threads(), strides, rotary.scaling)
-    ahead = turn_ahead(rotary, tuple(newest.flatten().tolist()), horizon)
-    return *turned_ahead(mean, covariance, rotary, ahead), real.sum(-1, keepdim=True)
+    count = torch.empty(batch, 1, 1, dtype=torch.int64, device=rows.device)
+    sizes = *queries.shape, torch.get_num_threads(), strides, horizon, sinks, rotary.scaling
+    cpu.run("expected", "spread", "Queries", rows, *turn, places, real, mean, covariance, count, *sizes)
+    if not turned:
+        newest = torch.where(real, places, -1).amax(-1)[:, None, None]
+        ahead = rotary.turn_ahead(newest, torch.arange(1, horizon + 1, device=rows.device))
+        mean, covariance = turned_ahead(mean, covariance, rotary, ahead)
+    return mean, covariance, count
 
 
-def turns(rotary: Rotary, positions: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """cos and sin of all positions so far, without the scaling, [P, R/2], and int32 positions, where valid below P."""
+def turns(rotary: Rotary, positions: Tensor, valid: Tensor, ahead: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """cos and sin of all positions so far and `ahead` more, without the scaling, [P, R/2], and int32 positions, where
+    valid below P.
+    """
     last = int(torch.where(valid, positions, 0).max()) if positions.numel() else 0
-    return *turn_table(rotary, 1 << last.bit_length()), positions.int().contiguous()
+    return *turn_table(rotary, 1 << (last + ahead).bit_length()), positions.int().contiguous()
 
 
-# The layers of a model turn alike, and read the same positions. Inference mode would leave its mark on what is kept.
-
-
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=4)  # the layers of a model turn alike, and read the same positions
 def turn_table(rotary: Rotary, length: int) -> tuple[Tensor, Tensor]:
     """cos and sin of positions below `length`."""
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):  # which would leave its mark on what is kept
         return rotary.turn(torch.arange(length, device="cpu"))
-
-
-@lru_cache(maxsize=4)
-def turn_ahead(rotary: Rotary, newest: tuple[int, ...], horizon: int) -> tuple[Tensor, Tensor]:
-    """`Rotary.turn_ahead` of the positions behind the newest of each row."""
-    with torch.inference_mode(False):
-        places = torch.tensor(newest, device="cpu")[:, None, None]
-        return rotary.turn_ahead(places, torch.arange(1, horizon + 1, device="cpu"))
 
 
 def expected_attention(
@@ -242,12 +237,15 @@ def expected_attention(
     check_alike(op, (batch, heads, num), valid=valid)
     check_alike(op, (batch, num_heads, 1, dim), mean=mean)
     check_alike(op, (batch, num_heads, dim, dim), covariance=covariance)
-    rows, strides = in_rows(keys)
-    attention = rows.new_empty(batch, heads, num)
-    tensors = rows, *(one.contiguous() for one in (mean, covariance, valid)), attention
-    sizes = batch, heads, groups, num, dim, torch.get_num_threads()
-    cpu.run("expected", "expected", "Expected", *tensors, *sizes, strides, scale)
-    return times_length(attention + epsilon, values, count, memory, valid)
+    check_alike(op, (batch, 1, 1), count=count)
+    check_alike(op, (batch, heads, num), memory=memory)
+    check_shape(op, "values", values, (batch, heads, num, None))
+    (keys, key_strides), (values, value_strides) = in_rows(keys), in_rows(values)
+    out = keys.new_empty(batch, heads, num)
+    tensors = keys, values, *(one.contiguous() for one in (mean, covariance, count, memory.float(), valid)), out
+    sizes = batch, heads, groups, num, dim, values.shape[-1], torch.get_num_threads()
+    cpu.run("expected", "expected", "Expected", *tensors, *sizes, key_strides, value_strides, scale, epsilon)
+    return out
 
 
 def check_alike(op: str, shape: Sequence[int], **tensors: Tensor | None) -> None:
@@ -272,6 +270,39 @@ def in_rows(rows: Tensor) -> tuple[Tensor, Any]:
 def manifold_scores(keys: Tensor, window: int | None, metric: str, *, mask: Tensor | None) -> Tensor:
     """`reference.manifold_scores`."""
     return reference.manifold_scores(keys, window, metric, mask=hiding(mask))
+
+
+def candidates(
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    memory: Tensor | None,
+    lengths: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor,
+    seen: Tensor,
+    sinks: int,
+    recent: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`reference.candidates`, with all but keys and values in one compiled call."""
+    known = memory is None or memory.dtype == torch.float32
+    plain = positions.dtype == lengths.dtype == torch.int32 and known
+    if not plain or not cpu.available("choice"):
+        told = k, v, valid, seen, sinks, recent
+        return reference.candidates(keys, values, positions, memory, lengths, *told)
+    (batch, heads, slots), block = positions.shape, k.shape[2]
+    check_alike("candidates", (batch, heads, slots), memory=memory)
+    check_alike("candidates", (batch, heads), lengths=lengths)
+    check_alike("candidates", (batch, block), valid=valid)
+    both = [reference.joined(old, new) if slots else old.new_empty(0) for old, new in ((keys, k), (values, v))]
+    places = positions.new_empty(batch, heads, slots + block)
+    real, guard = (torch.empty_like(places, dtype=torch.bool) for _ in range(2))
+    every = torch.empty(places.shape if memory is not None else 0, dtype=torch.float32, device=places.device)
+    old = (one if one is None else one.contiguous() for one in (positions, lengths, memory, valid, seen.long()))
+    new = places, real, guard, every if memory is not None else None
+    cpu.run("choice", "candidates", "Candidates", *old, *new, batch, heads, slots, block, sinks, recent)
+    return both[0], both[1], places, real, guard, every
 
 
 def needed_scores(unlike: Tensor, expected: Tensor | None, reread: Tensor | None, valid: Tensor) -> Tensor:

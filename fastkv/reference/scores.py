@@ -300,7 +300,9 @@ def queries_ahead(
         first head's count for the block; sinks: positions whose queries are left out.
     Returns: mean [B, Hq, 1, D], covariance [B, Hq, D, D] in fp32, and from how many queries, [B, 1, 1] int64.
     """
-    places, real, newest = queries_of(queries, positions, valid, sinks)
+    places, real = (part[:, :1, -queries.shape[2] :] for part in (positions, valid))
+    newest = torch.where(real, places, -1).amax((1, 2), keepdim=True)
+    real = real & (places >= sinks)
     count = real.sum(-1, keepdim=True)
     queries = rotary.unrotate(queries.to(compute_dtype(queries)), places)
     number = count[..., None].clamp(min=1)
@@ -310,14 +312,6 @@ def queries_ahead(
     covariance = offset.transpose(-1, -2) @ offset / number
     ahead = rotary.turn_ahead(newest, torch.arange(1, horizon + 1, device=newest.device))
     return *turned_ahead(mean, covariance, rotary, ahead), count
-
-
-def queries_of(queries: Tensor, positions: Tensor, valid: Tensor, sinks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of `queries_ahead`: positions of the block's queries, which of them count, both [B, 1, T], and the last position
-    of each row, [B, 1, 1].
-    """
-    places, real = (part[:, :1, -queries.shape[2] :] for part in (positions, valid))
-    return places, real & (places >= sinks), torch.where(real, places, -1).amax((1, 2), keepdim=True)
 
 
 def turned_ahead(
@@ -360,12 +354,7 @@ def expected_attention(
         centre, spread = mean[:, member::groups], covariance[:, member::groups] * scale / 2
         logits = scale * (keys @ spread).add_(centre).mul_(keys).sum(-1)
         attention += masked_softmax(logits, valid)[0] / groups
-    return times_length(attention + epsilon, values, count, memory, valid)
-
-
-def times_length(attention: Tensor, values: Tensor, count: Tensor, memory: Tensor, valid: Tensor) -> Tensor:
-    """Of `expected_attention`: `attention` [B, Hkv, N] times the length of each value, where something is known."""
-    known = attention * torch.linalg.vector_norm(values.to(attention.dtype), dim=-1)
+    known = (attention + epsilon) * torch.linalg.vector_norm(values.to(attention.dtype), dim=-1)
     return torch.where(valid & (count > 0), known.float().clamp(min=TINY), memory)
 
 
