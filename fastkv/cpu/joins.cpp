@@ -28,7 +28,7 @@ class Parts {
     const Joining& all;
     int64_t place, keys, width, used;  // keys: numbers before the values of a row
     // partners: the points of those that others may join, SIDE of them together (as in most_attended.cpp); inverse: 1 / count.
-    std::vector<float> count, spread, means, points, partners, squares, inverse;
+    std::vector<float> count, spread, means, points, partners, squares, inverse, tokens, moved, before;
 
     float* mean(int64_t part) { return &means[part * width]; }
     const float* mean(int64_t part) const { return &means[part * width]; }
@@ -124,28 +124,10 @@ class Parts {
         }
     }
 
-    // Every second part, from `half` on, may join the part of the others that costs least; the cheapest `joins` do.
-    void round(int64_t joins, int64_t half) {
-        points.resize(used * width);
-        partners.resize((used / 2 + 1 + SIDE) * width);
-        squares.resize(partners.size() / width);
-        inverse.resize(squares.size());
-        float total = 0;
-        for (int64_t part = 0; part < used; ++part) total += count[part];
-        standardise(0, keys, total);
-        standardise(keys, width, total);
-        int64_t columns = line_up(1 - half), movers = (used - half + 1) / 2;
-        std::vector<Pair> pairs(movers + STACK);
-        for (int64_t one = 0; one < movers; one += STACK) cheapest(half + 2 * one, 1 - half, columns, &pairs[one]);
-        pairs.resize(movers);
-        std::stable_sort(pairs.begin(), pairs.end(), [](const Pair& a, const Pair& b) { return a.cost < b.cost; });
-        pairs.resize(joins);
-        merge(pairs);
-    }
-
     template <typename Pairs>
     void merge(const Pairs& pairs) {
-        std::vector<float> tokens(count), moved(spread), means_before(mean(0), mean(used));
+        tokens = count, moved = spread;
+        before.assign(mean(0), mean(used));
         for (const auto& pair : pairs) tokens[pair.partner] += count[pair.mover];
         auto share = [&](int64_t part, int64_t of) { return count[part] / tokens[of]; };
         std::vector<uint8_t> grown(used), gone(used);
@@ -154,12 +136,12 @@ class Parts {
                 for (int64_t i = 0; i < width; ++i) mean(pair.partner)[i] *= share(pair.partner, pair.partner);
             grown[pair.partner] = gone[pair.mover] = true;
             for (int64_t i = 0; i < width; ++i)
-                mean(pair.partner)[i] += share(pair.mover, pair.partner) * means_before[pair.mover * width + i];
+                mean(pair.partner)[i] += share(pair.mover, pair.partner) * before[pair.mover * width + i];
         }
         auto distance = [&](int64_t part, int64_t to) {  // of keys, squared, mean over coordinates
             Floats sum = {};
             for (int64_t i = 0; i < keys; i += WIDE) {
-                Floats away = floats(&means_before[part * width + i]) - floats(mean(to) + i);
+                Floats away = floats(&before[part * width + i]) - floats(mean(to) + i);
                 sum += away * away;
             }
             return total_of(sum) / all.key_dim;
@@ -207,23 +189,26 @@ class Parts {
         : all(all), place(place), keys(whole(all.key_dim)), width(keys + whole(all.value_dim)), used(0), count(room),
           spread(room), means(room * width) {}
 
-    void take(const Parts& others, int64_t part) {
-        std::copy_n(others.mean(part), width, mean(used));
-        count[used] = others.count[part];
-        spread[used++] = others.spread[part];
+    void take(const Parts& others, int64_t from, int64_t end) {
+        std::copy_n(others.mean(from), (end - from) * width, mean(used));
+        for (int64_t part = from; part < end; ++part, ++used) {
+            count[used] = others.count[part];
+            spread[used] = others.spread[part];
+        }
     }
 
-    void take_all(const Parts& others) {
-        for (int64_t part = 0; part < others.used; ++part) take(others, part);
-    }
-
-    void take_token(int64_t token) {
-        auto row = [&](const float* rows, const int64_t* by) {
-            return rows + place / all.heads * by[0] + place % all.heads * by[1] + token * by[2];
-        };
-        std::copy_n(row(all.fresh_keys, all.key_strides), all.key_dim, mean(used));
-        std::copy_n(row(all.fresh_values, all.value_strides), all.value_dim, mean(used) + keys);
-        count[used++] = 1;
+    // Of so many listed tokens those that leave.
+    void take_tokens(int64_t from, int64_t number) {
+        for (int64_t at = place * all.fresh + from; number--; ++at) {
+            if (!all.inside[at]) continue;
+            auto row = [&](const float* rows, const int64_t* by) {
+                return rows + place / all.heads * by[0] + place % all.heads * by[1] + all.index[at] * by[2];
+            };
+            std::copy_n(row(all.fresh_keys, all.key_strides), all.key_dim, mean(used));
+            std::copy_n(row(all.fresh_values, all.value_strides), all.value_dim, mean(used) + keys);
+            count[used] = 1;
+            spread[used++] = 0;
+        }
     }
 
     void take_centroids() {
@@ -236,21 +221,40 @@ class Parts {
         }
     }
 
-    // `Centroids.thinned`.
-    void thin() {
-        while (used > std::max(all.group, all.roomy * all.num)) {
-            const int64_t end = used;
-            used = 0;  // groups are written where they, or earlier ones, were read
-            for (int64_t from = 0; from < end; from += all.group) {
-                Parts some(all, place, std::min(all.group, end - from));
-                for (int64_t part = from; part < from + int64_t(some.count.size()); ++part) some.take(*this, part);
-                some.round(some.used / 2, 1);
-                take_all(some);
-            }
-        }
+    int64_t number() const { return used; }
+    void clear() { used = 0; }
+
+    void place_at(int64_t first, const Parts& others) {
+        std::copy_n(others.mean(0), others.used * width, mean(first));
+        std::copy_n(others.count.begin(), others.used, count.begin() + first);
+        std::copy_n(others.spread.begin(), others.used, spread.begin() + first);
     }
 
-    int64_t number() const { return used; }
+    void become(Parts& others, int64_t number) {
+        count.swap(others.count);
+        spread.swap(others.spread);
+        means.swap(others.means);
+        used = number;
+    }
+
+    // Every second part, from `half` on, may join the part of the others that costs least; the cheapest `joins` do.
+    void round(int64_t joins, int64_t half) {
+        points.resize(used * width);
+        partners.resize((used / 2 + 1 + SIDE) * width);
+        squares.resize(partners.size() / width);
+        inverse.resize(squares.size());
+        float total = 0;
+        for (int64_t part = 0; part < used; ++part) total += count[part];
+        standardise(0, keys, total);
+        standardise(keys, width, total);
+        int64_t columns = line_up(1 - half), movers = (used - half + 1) / 2;
+        std::vector<Pair> pairs(movers + STACK);
+        for (int64_t one = 0; one < movers; one += STACK) cheapest(half + 2 * one, 1 - half, columns, &pairs[one]);
+        pairs.resize(movers);
+        std::stable_sort(pairs.begin(), pairs.end(), [](const Pair& a, const Pair& b) { return a.cost < b.cost; });
+        pairs.resize(joins);
+        merge(pairs);
+    }
 
     void join() {
         for (int64_t half = 0; used > all.num; half = 1 - half) {
@@ -266,20 +270,56 @@ class Parts {
     }
 };
 
+int64_t few_enough(const Joining& all) { return std::max(all.group, all.roomy * all.num); }
+
+// `Centroids.thinned` of every head's tokens: groups are shared among the threads, of which heads are too few.
+void thin(std::vector<Parts>& heads, const Joining& all) {
+    struct Group {
+        int64_t head, from, end;
+    };
+    for (std::vector<Parts> halves;;) {
+        std::vector<Group> groups;
+        for (int64_t head = 0; head < int64_t(heads.size()); ++head)
+            if (const int64_t end = heads[head].number(); end > few_enough(all))
+                for (int64_t from = 0; from < end; from += all.group)
+                    groups.push_back({head, from, std::min(from + all.group, end)});
+        if (groups.empty()) return;
+        for (size_t head = 0; head < heads.size(); ++head)
+            if (halves.size() <= head) halves.emplace_back(all, head, (heads[head].number() + 1) / 2);
+#pragma omp parallel num_threads(all.threads)
+        {
+            Parts some(all, 0, all.group);
+#pragma omp for schedule(dynamic)
+            for (size_t i = 0; i < groups.size(); ++i) {
+                const Group& one = groups[i];
+                some.clear();
+                some.take(heads[one.head], one.from, one.end);
+                some.round(some.number() / 2, 1);
+                halves[one.head].place_at(one.from / 2, some);
+            }
+        }
+        for (const Group& one : groups)
+            if (!one.from) heads[one.head].become(halves[one.head], (heads[one.head].number() + 1) / 2);
+    }
+}
+
 }  // namespace
 
 extern "C" void join_centroids(const Joining* all) {
+    const int64_t places = all->batch * all->heads;
+    for (int64_t from = 0; from < all->fresh; from += all->block) {
+        const int64_t number = std::min(all->block, all->fresh - from);
+        std::vector<Parts> fresh;
+        for (int64_t place = 0; place < places; ++place) fresh.emplace_back(*all, place, number);
+#pragma omp parallel for num_threads(number > few_enough(*all) ? all->threads : 1)
+        for (int64_t place = 0; place < places; ++place) fresh[place].take_tokens(from, number);
+        thin(fresh, *all);
 #pragma omp parallel for num_threads(all->threads) schedule(dynamic)
-    for (int64_t place = 0; place < all->batch * all->heads; ++place)
-        for (int64_t from = 0; from < all->fresh; from += all->block) {
-            const int64_t number = std::min(all->block, all->fresh - from), first = place * all->fresh + from;
-            Parts fresh(*all, place, number);
-            for (int64_t one = first; one < first + number; ++one)
-                if (all->inside[one]) fresh.take_token(all->index[one]);
-            fresh.thin();
-            Parts total(*all, place, all->num + fresh.number());
+        for (int64_t place = 0; place < places; ++place) {
+            Parts total(*all, place, all->num + fresh[place].number());
             total.take_centroids();
-            total.take_all(fresh);
+            total.take(fresh[place], 0, fresh[place].number());
             total.join();
         }
+    }
 }
