@@ -1,6 +1,7 @@
 """What runs on a CPU against the float64 reference: attention, observed attention, blocks of a prompt, evictions."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from fastkv import cpu as compiled
 from fastkv import ops, reference
 from fastkv.cpu import operations as cpu
-from fastkv.reference import Centroids, Moments, centroids
+from fastkv.cpu import slots as compiled_slots
+from fastkv.reference import Centroids, Moments, Selection, Slots, centroids, slot_format
 from fastkv.rotary import Rotary
 
 from .conftest import examples
@@ -323,6 +325,88 @@ def test_what_queries_to_come_are_expected_to_read(batch, heads, groups, old, nu
     want = reference.expected_attention(*told, *rest, valid=valid)
     got = cpu.expected_attention(keys, values, *found[:2], *rest, valid=valid)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-30)
+
+
+@pytest.mark.skipif(not compiled.available("choice"), reason="it does not compile")
+@CASES
+@given(
+    *[st.integers(1, most) for most in (2, 3)], *[st.integers(0, most) for most in (9, 30)],
+    *[st.booleans() for _ in range(2)], st.integers(0, 999),
+)  # fmt: skip
+def test_what_a_layer_chooses_from(batch, heads, slots, num, known, spread, seed):
+    """Slots of unequal lengths, then a block with padding; and slots alone."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rows(number, dim=16):
+        return torch.randn(batch, heads, number, dim, generator=generator)
+
+    lengths = torch.randint(slots + 1, (batch, heads), generator=generator, dtype=torch.int32)
+    places = torch.randint(40, (batch, heads, slots), generator=generator, dtype=torch.int32)
+    places = places.transpose(0, 1).contiguous().transpose(0, 1) if spread else places
+    seen, real = torch.randint(40, (batch,), generator=generator), torch.rand(batch, num, generator=generator) < 0.7
+    old = rows(slots), rows(slots), places, rows(slots, 1)[..., 0] if known else None, lengths
+    given = *old, rows(num), rows(num), real, seen, 3, 5
+    for want, got in zip(reference.candidates(*given), cpu.candidates(*given), strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want.reshape(got.shape))
+    state, spec = make_state(*old[:2], lengths, places, seen), replace(make_spec(), sinks=3, recent=5)
+    for want, got in zip(
+        reference.slot_signals(places, state, spec), cpu.slot_signals(places, state, spec), strict=True
+    ):
+        assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+@pytest.mark.skipif(not compiled.available("slots"), reason="it does not compile")
+@pytest.mark.parametrize("form", ["model", "int8", "fp8", "int4", "k8v4"])
+@pytest.mark.parametrize("shared", [False, True], ids=["equal", "unequal"])
+def test_a_first_block_is_stored_and_read(form, shared):
+    """As the reference does; tokens that leave are NaN, and rows lie as projections leave them."""
+    form, (batch, heads, num, dim) = slot_format(form), (2, 3, 40, 64)
+    keys, values = (torch.randn(batch, num, heads, dim).transpose(1, 2) for _ in range(2))
+    valid = (torch.rand(batch, num) < 0.9)[:, None].repeat(1, heads, 1)
+    kept = valid & (torch.rand(batch, heads, num) < 0.4)
+    keys.masked_fill_(~kept[..., None], torch.nan)
+    places, known = torch.arange(num, dtype=torch.int32).expand(batch, heads, num), torch.rand(batch, heads, num)
+    states, room = [], int(kept.sum(-1).max()) + 2
+    for module in (reference, cpu):
+        starts = (torch.arange(heads + 1, dtype=torch.int32) * room).repeat(batch, 1) if shared else None
+        place = (batch, heads * room) if shared else (batch, heads, room)
+        (k, k_scales), (v, v_scales) = (one.empty(place, dim, torch.float32, "cpu") for one in (form.keys, form.values))
+        state = make_state(k.zero_(), v.zero_(), torch.zeros(batch, heads, dtype=torch.int32))
+        positions, memory = torch.zeros(place, dtype=torch.int32), torch.full(place, 7.0)
+        scales = {"key_scales": k_scales, "value_scales": v_scales}
+        state.exact = Slots(k, v, state.exact.lengths, positions, starts, None, memory, None, room, 0, dim, **scales)
+        state.exact = replace(state.exact, format=form, decodes_to=torch.float32)
+        selection = Selection(kept, kept.sum(-1))
+        module.compact(valid, selection, (keys, values, places), known, state, make_spec())
+        state.exact.filled = room
+        states.append(state)
+    want, got = states
+    assert torch.equal(got.exact.lengths, kept.sum(-1).int()) and torch.equal(got.seen, valid[:, 0].sum(-1))
+    assert torch.equal(got.moments.count, (valid & ~kept).sum(-1)) and torch.equal(want.seen, got.seen)
+    names = "keys", "values", "positions", "memory"
+    told = cpu.read_slots(got.exact, names, torch.float32)
+    used, read = want.exact.valid, want.exact.read(*names)
+    if form.plain and not shared:
+        assert told is None
+        told = got.exact.read(*names)
+    for mine, theirs in zip(told, read, strict=True):
+        torch.testing.assert_close(mine[used], theirs[used], rtol=0, atol=1e-6)
+        assert mine[~used].count_nonzero() == 0 or not shared
+    assert (got.exact.memory.sum() - want.exact.memory.sum()).abs() < 1e-4
+
+
+def test_slots_that_are_not_the_candidates_are_left_alone():
+    keys, lengths = torch.randn(1, 1, 4, 16), torch.tensor([[3]], dtype=torch.int32)
+    state, count = make_state(keys, keys, lengths), torch.zeros(1, 1, dtype=torch.int64)
+    state.exact.positions, kept = (
+        torch.arange(4, dtype=torch.int32)[None, None],
+        torch.tensor([[[True, False, True, False]]]),
+    )
+    assert not compiled_slots.leave(state.exact, torch.tensor([[[True, False, True, False]]]), kept, None, count)
+    assert lengths == 3 and count == 0
+    valid = torch.tensor([[[True, True, True, False]]])
+    if compiled_slots.leave(state.exact, valid, kept, None, count):
+        assert lengths == 2 and count == 1
 
 
 def test_what_is_compiled_reads_no_further_than_tensors_go():

@@ -82,9 +82,10 @@ def structs(name: str) -> SimpleNamespace:
     return SimpleNamespace(**made)
 
 
-def call(name: str, function: str, given: ctypes.Structure) -> None:
-    """A function of NAME.cpp, whose only argument is where `given` lies."""
-    getattr(library(name), function)(ctypes.byref(given))
+def call(name: str, function: str, given: ctypes.Structure) -> int:
+    """A function of NAME.cpp, whose only argument is where `given` lies. Returns: what it does, if it is an int."""
+    found: int = getattr(library(name), function)(ctypes.byref(given))
+    return found
 
 
 def run(name: str, function: str, struct: str, *given: Any) -> None:

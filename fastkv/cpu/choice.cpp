@@ -5,8 +5,8 @@
 extern "C" {
 
 // What slots hold, positions and memory (or none) [batch, heads, slots] and lengths [batch, heads]; then of a block valid
-// [batch, block] and seen [batch] before it. Of both, [batch, heads, slots + block]: all_positions, real, guard, and
-// all_memory or none.
+// [batch, block] and seen [batch] before it. Of both, [batch, heads, slots + block]: real, guard, and all_positions and
+// all_memory, or none.
 struct Candidates {
     const int32_t *positions, *lengths;
     const float* memory;
@@ -116,16 +116,17 @@ extern "C" void candidates(const Candidates* all) {
     for (int64_t place = 0; place < all->batch * all->heads; ++place) {
         const int64_t batch = place / all->heads, begin = place * all->slots, at = place * number;
         const uint8_t* valid = all->valid + batch * all->block;
-        int64_t seen = all->seen[batch];
+        int64_t seen = all->seen[batch], end = seen;
+        for (int64_t n = 0; n < all->block; ++n) end += valid[n] != 0;
         for (int64_t n = 0; n < number; ++n) {
             const bool old = n < all->slots, real = old ? n < all->lengths[place] : valid[n - all->slots];
             if (!old) seen += real;
-            all->all_positions[at + n] = old ? all->positions[begin + n] : int32_t(seen - 1);
+            const int64_t position = old ? all->positions[begin + n] : seen - 1;
             all->real[at + n] = real;
+            all->guard[at + n] = position < all->sinks || position >= end - all->recent;
+            if (all->all_positions) all->all_positions[at + n] = int32_t(position);
             if (all->all_memory) all->all_memory[at + n] = old ? all->memory[begin + n] : 0;
         }
-        for (int64_t n = at; n < at + number; ++n)
-            all->guard[n] = all->all_positions[n] < all->sinks || all->all_positions[n] >= seen - all->recent;
     }
 }
 

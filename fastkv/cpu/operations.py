@@ -26,6 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FOLLOWS_ROWS = ("decode_step",)
 Estimate = tuple[Tensor, Tensor]
 encode_rows, decode_rows = compiled_slots.encode_rows, compiled_slots.decode_rows  # of this backend, see `Codec`
+read_slots = compiled_slots.read
 
 
 def serves(q: Tensor, value_dim: int, softcap: float | None) -> bool:
@@ -305,6 +306,21 @@ def candidates(
     return both[0], both[1], places, real, guard, every
 
 
+def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`reference.slot_signals`, in one compiled call where slots count nothing."""
+    slots, plain = state.exact, positions.dtype == state.exact.lengths.dtype == torch.int32
+    if state.approx is not None or slots.attention is not None or not plain or not cpu.available("choice"):
+        return reference.slot_signals(positions, state, spec)
+    check_alike("slot_signals", (*slots.lengths.shape, positions.shape[-1]), positions=positions)
+    valid, guard = (torch.empty(positions.shape, dtype=torch.bool, device=positions.device) for _ in range(2))
+    given = (one.contiguous() for one in (positions, slots.lengths))
+    sizes = *positions.shape, 0, spec.sinks, spec.recent
+    nothing = positions.new_empty(0, dtype=torch.float32)
+    seen = state.seen.long().contiguous()
+    cpu.run("choice", "candidates", "Candidates", *given, None, None, seen, None, valid, guard, None, *sizes)
+    return valid, guard, nothing, nothing.clone()
+
+
 def needed_scores(unlike: Tensor, expected: Tensor | None, reread: Tensor | None, valid: Tensor) -> Tensor:
     """`reference.needed_scores`, in one compiled call."""
     reasons = unlike, expected, reread
@@ -366,23 +382,22 @@ def compact(
     slots, moments = state.exact, state.moments
     if block is not None and valid.shape[-1] == block[0].shape[2]:
         gone = valid & ~selection.kept
-        after = Moments(moments.count + gone.sum(-1)) if moments.key_mean is None else moments.add(*block[:2], gone)
+        more = Moments(moments.count + gone.sum(-1)) if moments.key_mean is None else moments.add(*block[:2], gone)
         if compiled_slots.keep(slots, selection.kept, block, known):
-            moments.copy_(after)
+            moments.copy_(more)
             state.seen.add_(valid[:, 0].sum(-1))
             if slots.attention is not None:
                 slots.attention.zero_()
             return
-    if block is None and torch.equal(valid, torch.arange(valid.shape[-1], device="cpu") < slots.lengths[..., None]):
-        gone = valid & ~selection.kept
-        most = int(gone.sum(-1).max())
-        if moments.key_mean is None or not most:
-            after = Moments(moments.count + gone.sum(-1))
-        else:
+    if block is None:
+        after: Moments | None = None
+        if moments.key_mean is not None and (most := int((gone := valid & ~selection.kept).sum(-1).max())):
             leaving = gone.to(torch.uint8).topk(most, dim=-1, sorted=False).indices.sort(-1).values
             after = moments.add(*slots.pairs_at(leaving), hiding(gone.gather(-1, leaving)))
-        if compiled_slots.leave(slots, selection.kept, known):
-            moments.copy_(after)
+        count = moments.count if moments.key_mean is None else None
+        if compiled_slots.leave(slots, valid, selection.kept, known, count):
+            if after is not None:
+                moments.copy_(after)
             return
     reference.compact(valid, selection, block, known, state, spec)
 

@@ -229,6 +229,17 @@ struct Rows {
     int64_t batch, heads, slots, dim, threads;
 };
 
+// What is stored of the first slots of every head, positions and memory, or none, and where it is read to, or null:
+// [batch, heads, slots, dim] fp32 and [batch, heads, slots]; lengths and starts as in Attention.
+struct Reading {
+    Coded keys, values;
+    Moving positions, memory;
+    float *to_keys, *to_values, *to_memory;
+    int32_t *to_positions, *lengths;
+    const int32_t* starts;
+    int64_t batch, heads, slots, dim, value_dim, threads, length_stride, start_stride;
+};
+
 // A first block: new keys and values of every token, of plain slots as these are stored, else fp32, and where they go;
 // which are kept, [batch, heads, number], positions and, or none, what is known of each. room: slots of a head of equal
 // heads; lengths and starts as of `Attention`.
@@ -284,15 +295,15 @@ struct Attention {
     int64_t first_of(int64_t batch, int64_t head) const { return starts ? *stretch_of(batch, head) : 0; }
 };
 
-// kept [batch, heads, slots]: which tokens stay; known likewise: a number of each, for `memory`, or none; lengths and
-// starts as in Attention.
+// valid, kept [batch, heads, slots]: which are tokens, and which stay; known likewise: a number of each, for `memory`, or
+// none; lengths and starts as in Attention; count [batch, heads]: grows by how many leave, or none.
 struct Leaving {
     Moving parts[6], memory;
     int32_t* lengths;
     const int32_t* starts;
-    const uint8_t* kept;
+    const uint8_t *valid, *kept;
     const float* known;
-    int64_t number, batch, heads, slots, length_stride, start_stride;
+    int64_t *count, number, batch, heads, slots, length_stride, start_stride;
 };
 }
 
@@ -664,7 +675,12 @@ void attend(const Attention& all) {
 }
 
 // The last tokens that stay move into the slots of the first that leave.
-void leave(const Leaving& all) {
+bool leave(const Leaving& all) {
+    for (int64_t place = 0; place < all.batch * all.heads; ++place)
+        for (int64_t slot = 0; slot < all.slots; ++slot) {
+            const int64_t length = all.lengths[place / all.heads * all.length_stride + place % all.heads];
+            if (bool(all.valid[place * all.slots + slot]) != (slot < length)) return false;
+        }
     for (int64_t place = 0; place < all.batch * all.heads; ++place) {
         const int64_t batch = place / all.heads, head = place % all.heads;
         int32_t& length = all.lengths[batch * all.length_stride + head];
@@ -691,8 +707,46 @@ void leave(const Leaving& all) {
             remember(hole++, known ? known[last] : 0);
             remember(last, 0);
         }
+        if (all.count) all.count[place] += length - last;
         length = int32_t(last);
     }
+    return true;
+}
+
+// The tokens of every head, decoded, equally many for all; zeros behind those in use.
+template <typename Keys, typename Values>
+void read(const Reading& all) {
+#pragma omp parallel for collapse(2) num_threads(all.threads)
+    for (int64_t place = 0; place < all.batch * all.heads; ++place)
+        for (int64_t slot = 0; slot < all.slots; ++slot) {
+            const int64_t batch = place / all.heads, head = place % all.heads, at = place * all.slots + slot;
+            const bool used = slot < all.lengths[batch * all.length_stride + head];
+            const int64_t from = (all.starts ? all.starts[batch * all.start_stride + head] : 0) + slot;
+            auto row = [&](auto format, const Coded& coded, float* to, int64_t dim) {
+                using Format = decltype(format);
+                if (!to) return;
+                to += at * dim;
+                if (!used) {
+                    std::fill_n(to, dim, 0.0f);
+                    return;
+                }
+                const uint8_t* scales = Format::PLAIN ? nullptr : coded.scales.at(batch, head, from);
+                Format::read(coded.codes.at(batch, head, from), scales, to, dim);
+                if (Format::TURNED) SINGLE.turn(to, dim);
+            };
+            row(Keys(), all.keys, all.to_keys, all.dim);
+            row(Values(), all.values, all.to_values, all.value_dim);
+            auto number = [&](const Moving& numbers, void* to) {
+                if (!to) return;
+                char* place_of = static_cast<char*>(to) + at * sizeof(float);
+                if (used)
+                    std::memcpy(place_of, numbers.at(batch, head, from), sizeof(float));
+                else
+                    std::memset(place_of, 0, sizeof(float));
+            };
+            number(all.positions, all.to_positions);
+            number(all.memory, all.to_memory);
+        }
 }
 
 template <typename Keys, typename Values>
@@ -745,14 +799,15 @@ void each(const Rows& all, bool encode) {
 
 #define READ(name, Keys, Values) \
     void attend_##name(const Attention* all) { attend<Keys, Values>(*all); } \
-    void keep_##name(const Keeping* all) { keep<Keys, Values>(*all); }
+    void keep_##name(const Keeping* all) { keep<Keys, Values>(*all); } \
+    void read_##name(const Reading* all) { read<Keys, Values>(*all); }
 #define FORMAT(name, Format)                                              \
     READ(name, Format, Format)                                            \
     void encode_##name(const Rows* all) { each<Format>(*all, true); }      \
     void decode_##name(const Rows* all) { each<Format>(*all, false); }
 
 extern "C" {
-void leave_slots(const Leaving* all) { leave(*all); }
+int leave_slots(const Leaving* all) { return leave(*all); }
 READ(float32, Float32, Float32)
 READ(bfloat16, Bfloat16, Bfloat16)
 READ(float16, Float16, Float16)

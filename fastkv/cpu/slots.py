@@ -7,6 +7,7 @@ reference does all that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import c_int64
 from operator import is_
 from typing import Any
@@ -227,13 +228,15 @@ def dense(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return (rows if rows.dtype == dtype else rows.to(dtype)).contiguous()
 
 
-def leave(slots: Slots, kept: Tensor, known: Tensor | None) -> bool:
-    """Let tokens go, in place: those that are not `kept`, [B, Hkv, N] bool of the first N slots of every head, all of
-    those in use among them. A token that stays in a slot before the new length is not moved.
+def leave(slots: Slots, valid: Tensor, kept: Tensor, known: Tensor | None, count: Tensor | None) -> bool:
+    """Let tokens go, in place: those that are not `kept`, [B, Hkv, N] bool of the first N slots of every head. A token
+    that stays in a slot before the new length is not moved.
 
-    Args: known [B, Hkv, N]: a number of each, which becomes the memory of those that stay; None for none.
+    Args: valid [B, Hkv, N] bool: which are tokens; known [B, Hkv, N]: a number of each, which becomes the memory of
+        those that stay; count [B, Hkv] int64: grows by how many leave; None for none.
 
-    Returns: whether it was done; without a compiler, and where a row is in several pieces, nothing happens.
+    Returns: whether it was done; without a compiler, where a row is in several pieces, and unless `valid` are the slots
+        in use, nothing happens.
     """
     lengths, starts = slots.lengths, slots.starts
     memory = [] if known is None or slots.memory is None else [slots.memory]
@@ -241,17 +244,53 @@ def leave(slots: Slots, kept: Tensor, known: Tensor | None) -> bool:
     parts = [part for part in found if part is not None]
     if len(parts) < len(found) or not owned_as_expected(slots) or not cpu.available("slots"):
         return False
-    kept, own, numbers = kept.contiguous(), C.Moving(), None
+    if count is not None and not count.is_contiguous():
+        return False
+    valid, kept, own, numbers = valid.contiguous(), kept.contiguous(), C.Moving(), None
     if memory and known is not None:
         known, own = dense(known, torch.float32), parts.pop(0)
         numbers = known.data_ptr()
     rows = (C.Moving * len(Slots.MOVING))(*parts)
-    given = C.Leaving(rows, own, lengths.data_ptr(), None, kept.data_ptr(), numbers, len(parts), *kept.shape)
+    counted = None if count is None else count.data_ptr()
+    pointers = lengths.data_ptr(), None, valid.data_ptr(), kept.data_ptr(), numbers, counted
+    given = C.Leaving(rows, own, *pointers, len(parts), *kept.shape)
     given.length_stride = lengths.stride(0)
     if starts is not None:
         given.starts, given.start_stride = starts.data_ptr(), starts.stride(0)
-    cpu.call("slots", "leave_slots", given)
-    return True
+    return bool(cpu.call("slots", "leave_slots", given))
+
+
+def read(slots: Slots, names: Sequence[str], dtype: torch.dtype) -> list[Tensor] | None:
+    """`Slots.read` of heads that share slots, or of codes, in one compiled call, with zeros behind the tokens in use.
+    None where it has to be done otherwise.
+    """
+    keys, values, form, starts = slots.keys, slots.values, slots.format, slots.starts
+    places = {name: getattr(slots, name) for name in ("positions", "memory")}
+    known = {*names} <= {"keys", "values", *places}
+    if values is None or dtype != torch.float32 or not known or not owned_as_expected(slots):
+        return None
+    dims = form.keys.dim(keys.shape[-1]), slots.value_dim
+    if form.plain:
+        ready = starts is not None and keys.dtype == values.dtype == torch.float32 and cpu.available("slots")
+    else:
+        ready = serves(form.keys, dims[0]) and serves(form.values, dims[1])
+    pairs = coded_at(keys, slots.key_scales), coded_at(values, slots.value_scales)
+    numbers = [C.Moving() if one is None else rows_at(one, starts is not None) for one in places.values()]
+    if not ready or None in (*pairs, *numbers):
+        return None
+    lengths, shape = slots.lengths, (*slots.lengths.shape, slots.filled)
+    made = {name: keys.new_empty(*shape, dim, dtype=dtype) for name, dim in zip(("keys", "values"), dims)}
+    made |= {name: one.new_empty(shape) for name, one in places.items() if one is not None}
+    made = {name: one for name, one in made.items() if name in names}
+    to = {f"to_{name}": one.data_ptr() for name, one in made.items()}
+    given = C.Reading(*pairs, *numbers, lengths=lengths.data_ptr(), **to)
+    given.batch, given.heads, given.slots = shape
+    given.dim, given.value_dim, given.threads = *dims, torch.get_num_threads()
+    given.length_stride = lengths.stride(0)
+    if starts is not None:
+        given.starts, given.start_stride = starts.data_ptr(), starts.stride(0)
+    cpu.call("slots", f"read_{PLAIN[dtype] if form.plain else form.name}", given)
+    return [made[name] for name in names]
 
 
 def keep(slots: Slots, kept: Tensor, block: tuple[Tensor, Tensor, Tensor], known: Tensor | None) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
@@ -318,6 +318,13 @@ class BackendCodec(reference.Codec):
         if not self._compiled(codes):
             return super().decode(form, codes, scales, dtype)
         return implementation("decode_rows", "cpu", "cpu")(form, codes, scales, dtype)
+
+    def read(self, slots: reference.Slots, names: Sequence[str], dtype: torch.dtype) -> list[Tensor] | None:
+        """All at once."""
+        compiled: list[Tensor] | None = None
+        if self._compiled(slots.keys):
+            compiled = implementation("read_slots", "cpu", "cpu")(slots, names, dtype)
+        return compiled
 
     def _compiled(self, rows: Tensor) -> bool:
         """Whether C++ converts these; torch compiles a step whole, and leaves nothing to C++."""

@@ -18,9 +18,10 @@ finite. Decoded rows are fp32 (those of "model" as they are).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -185,6 +186,10 @@ class Codec:
     def decode(self, form: RowFormat, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
         """`form.decode`."""
         return form.decode(codes, scales, dtype)
+
+    def read(self, slots: Any, names: Sequence[str], dtype: torch.dtype) -> list[Tensor] | None:
+        """`Slots.read` in one piece, or None: it is then done tensor by tensor."""
+        return None
 
 
 def step_of(exponents: Tensor) -> Tensor:

@@ -188,6 +188,9 @@ class Slots:
                 else rows.new_empty(*self.lengths.shape, 0)
                 for rows, dim in none
             ]
+        found = self.codec.read(self, names, dtype or self.dtype)
+        if found is not None:
+            return found
         scales = {} if self.format.plain else {name: SCALES[name] for name in names if name in SCALES}
         every = (*names, *scales.values())
         rows = dict(zip(every, self.stored(*every)))
