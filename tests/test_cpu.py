@@ -520,9 +520,9 @@ def test_a_prompt_joins_block_by_block(monkeypatch):
 
 
 @joins_compiled
-@pytest.mark.parametrize("num, fresh", [(90, 500), (9, 700), (9, 1100)])
+@pytest.mark.parametrize("num, fresh", [(90, 700), (9, 700), (9, 1100)])
 def test_many_tokens_become_fewer_as_in_the_reference(num, fresh):
-    """500 and 250 of them, or 700, 350 and 175; so that there are at most ROOMY * 90 or GROUP."""
+    """700 and 350 of them, or then 175, too; so that there are at most ROOMY * 90 or GROUP."""
     mine = Centroids.empty(1, 2, num, 16, 16)
     rows = leaving(1, 2, fresh, (16, 16), 0, 1.1)
     want = mine.add(*rows)

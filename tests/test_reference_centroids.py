@@ -93,12 +93,13 @@ def test_rounds_become_finer(num, monkeypatch):
         left.append((total.count > 0).sum(-1) - joins)
         return targets(total, joins, half)
 
+    (keys, values), sizes = pairs(800), torch.tensor([[400, 380, 378], [289, 288, 60]])
+    fresh = (sizes - num).clamp(0, centroids.few_enough(num))
+    most, sizes = num + int(fresh.max()), fresh + num
+    total = empty(num).add(keys[:, :, :num], values[:, :, :num])
     monkeypatch.setattr(Centroids, "targets", spy)
-    sizes = torch.tensor([[400, 380, 378], [289, 288, 60]]).clamp(max=centroids.few_enough(num))
-    keys, values = pairs(400)
-    inside = torch.arange(400) < sizes[..., None]
     used = sizes.flatten().tolist()
-    total = empty(num).add(keys[:, :, : sizes.max()], values[:, :, : sizes.max()], inside[..., : sizes.max()])
+    total = total.add(keys[:, :, num:most], values[:, :, num:most], torch.arange(most - num) < fresh[..., None])
     for number in left:
         shares = [8 if size <= 288 else 4 for size in used]
         used = [max(size - max(size // share, 1), min(size, num)) for size, share in zip(used, shares)]
