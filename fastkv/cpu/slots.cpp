@@ -760,7 +760,7 @@ void keep(const Keeping& all) {
         auto number = [&](const Moving& numbers, int64_t at) { return numbers.at(batch, head, at); };
         int64_t slot = first;
         for (int64_t n = 0; n < all.number; ++n) {
-            if (!kept[n]) continue;
+            if (!kept[n] || slot == end) continue;
             put<Keys>(all.new_keys.at(batch, head, n), all.dim, all.keys, batch, head, slot);
             put<Values>(all.new_values.at(batch, head, n), all.value_dim, all.values, batch, head, slot);
             std::memcpy(number(all.positions, slot), number(all.new_positions, n), sizeof(int32_t));
