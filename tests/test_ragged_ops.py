@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
+
 import pytest
 import torch
 import triton
@@ -12,7 +15,7 @@ from torch import randn
 
 from fastkv import ops
 from fastkv.kernels._attention import _dealt
-from fastkv.reference import Moments, Recovery, Slots
+from fastkv.reference import Moments, Recovery, Selection, Slots
 
 from .conftest import examples
 from .pairwise import covering
@@ -137,6 +140,43 @@ def test_a_full_head_stores_nothing(backend):
     assert all(map(torch.equal, slabs, before))
     assert lengths.tolist() == [[4, 2, 2], [1, 1, 2]]
     assert seen.tolist() == [12, 12]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("order", [None, 1])
+def test_a_first_block_fills_empty_stretches(backend, order):
+    """Tokens that stay lie in order from where their head begins; the rest is forgotten, but for moments."""
+    capacities, num = [[9, 3, 20], [5, 30, 4]], 33
+    starts, size = deal(capacities)
+    keys, values = randn(2, HEADS, num, D), randn(2, HEADS, num, D)
+    valid = (torch.rand(2, num) < 0.9)[:, None].repeat(1, HEADS, 1)
+    ranks = torch.where(valid, torch.rand(2, HEADS, num), 2).argsort(-1).argsort(-1)
+    counts = torch.minimum(torch.tensor(capacities) - 1, valid.sum(-1))
+    kept, places = ranks < counts[..., None], torch.arange(num, dtype=torch.int32).repeat(2, HEADS, 1)
+    known, seven = torch.rand(2, HEADS, num), partial(torch.full, fill_value=7)
+    moments = Moments.empty(2, HEADS, D, D, order=order) if order else None
+    state = make_state(
+        seven((2, size, D), dtype=torch.float32), seven((2, size, D), dtype=torch.float32),
+        torch.zeros(2, HEADS, dtype=torch.int32), seven((2, size), dtype=torch.int32), moments=moments, starts=starts,
+        attention=seven((2, size), dtype=torch.float32), limit=30,
+    )  # fmt: skip
+    state.exact.memory, state.exact.filled = seven((2, size), dtype=torch.float32), 0
+    chosen = Selection(kept, counts)
+    ops.compact(valid, chosen, (keys, values, places), known, state, make_spec(order=order, backend=backend))
+    slots = state.exact
+    assert torch.equal(slots.lengths, counts.int()) and torch.equal(state.seen, valid[:, 0].sum(-1))
+    assert torch.equal(state.moments.count, (valid & ~kept).sum(-1)) and not slots.attention.any()
+    for row, head in itertools.product(range(2), range(HEADS)):
+        own, first = kept[row, head], int(starts[row, head])
+        used, rest = slice(first, first + int(own.sum())), slice(first + int(own.sum()), int(starts[row, head + 1]))
+        for stored, told in zip(
+            (slots.keys, slots.values, slots.positions, slots.memory), (keys, values, places, known), strict=True
+        ):
+            assert torch.equal(stored[row, used], told[row, head, own])
+        assert not slots.memory[row, rest].any()
+        if order:
+            gone = valid[row, head] & ~own
+            torch.testing.assert_close(state.moments.key_mean[row, head], keys[row, head, gone].mean(0))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
