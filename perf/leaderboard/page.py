@@ -82,11 +82,11 @@ def table_of(rows: list[Row], keeps: Sequence[float]) -> tuple[list[Row], list[f
 
 
 def where_of(rows: list[Row]) -> str:
-    """Versions, commits and machine of some cells."""
-    commits = list(dict.fromkeys(row["commit"] for row in rows))
-    code = f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
-    told = rows[0]
-    return f"torch {told['torch']}, transformers {told['transformers']}, {code}, {told['cpu']}"
+    """Versions, commits and machines of some cells."""
+    told = {name: list(dict.fromkeys(row[name] for row in rows)) for name in ("commit", "torch", "transformers", "cpu")}
+    code = f"commit{'s' if len(told['commit']) > 1 else ''} {', '.join(told['commit'])}"
+    versions = f"torch {' and '.join(told['torch'])}, transformers {' and '.join(told['transformers'])}"
+    return f"{versions}, {code}, {' and '.join(told['cpu'])}"
 
 
 def complete(rows: list[Row], table: Table, keep: float) -> set[int]:
