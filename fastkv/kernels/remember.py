@@ -516,12 +516,6 @@ def _coming(gone_ptr, pair, first, most, level, num):
 
 
 @triton.jit
-def _advance(listed, by):
-    """The list `by` rows further."""
-    return Listed(*[p if p is None else p + by for p in listed])
-
-
-@triton.jit
 def _sizes(listed, row, inside):
     """Tokens of rows of the list."""
     if listed.sizes_ptr is None:
@@ -589,9 +583,10 @@ def _halve_kernel(
     room = _room(room_ptr, pair * programs + program, SIZE, TILE)
     coming = _coming(gone_ptr, pair, first, most, level, num)
     many = coming > tl.maximum(num * ROOM, FEWEST)
-    listed = _advance(listed, pair * stride_i)
+    begin = pair * stride_i
     if listed.index_ptr is not None:
-        listed = _advance(listed, first)
+        begin += first
+    listed = Listed(*[p if p is None else p + begin for p in listed])  # no function of triton 3.6 returns None
     keys = new_keys.ptr + batch * new_keys.stride_b + kv * new_keys.stride_h
     values = new_values.ptr + batch * new_values.stride_b + kv * new_values.stride_h
     lane = tl.arange(0, SIZE)
@@ -646,7 +641,7 @@ def _gather_kernel(
     parts = EvictedPointers(*[p if p is None else _page(p, row, page) for p in parts])
     room = _room(room_ptr, pair, rows, TILE)
     coming = _coming(gone_ptr, pair, first, most, level, num)
-    listed = _advance(Listed(None, come.sizes_ptr, come.spread_ptr), pair * stride_i)
+    listed = Listed(None, come.sizes_ptr + pair * stride_i, come.spread_ptr + pair * stride_i)
     cols = tl.arange(0, SLICE)
     KEY_SLICES: tl.constexpr = (DK + SLICE - 1) // SLICE
     tokens = tl.zeros([], tl.float32)
