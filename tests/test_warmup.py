@@ -12,6 +12,7 @@ from fastkv.cache import CacheWorkspace
 from fastkv.cache.layout import LayerPlan
 from fastkv.cache.pages import PagedBlocks, PagedLayer, PagedRule, Traffic, warm_up
 from fastkv.config import Config
+from fastkv.reference import Slots
 from fastkv.rotary import Rotary
 
 from .launches import recorded
@@ -21,6 +22,7 @@ HQ, HKV, D, EVERY = 4, 2, 32, 16
 SEQUENCES, LONGEST, BUDGET = 40, 1500, 512
 LEAST = BUDGET // 5 + EVERY  # slots of a head that has traded away what it may
 CPU = torch.device("cpu")
+TRADE = Slots.trade
 CASES = {  # policy, correction, slots, block, heads
     "default": ("fastkv", "auto", "auto", 256, "uniform"),
     "leverage": ("leverage", "moments", "auto", 256, "uniform"),
@@ -49,6 +51,17 @@ def tokens(number):
     return fused.split([HQ, HKV, HKV], 1)
 
 
+def trading(first):
+    """`Slots.trade` where the first head gets first(of how many) slots: what it is given no kernel wrote."""
+
+    def trade_so(slots, capacities, everywhere):
+        total = slots.keys.shape[1]
+        capacities = torch.tensor([[one, total - one] for one in (first(total) for _ in capacities)])
+        TRADE(slots, capacities, capacities)
+
+    return trade_so
+
+
 def serve(layer, block, seed):
     """Prompts of some lengths, read into pages together, and steps of some batches of which some evict."""
     draw = random.Random(seed)
@@ -60,9 +73,6 @@ def serve(layer, block, seed):
     layer.clear(torch.tensor(rows))
     for at in range(0, max(lengths), block or max(lengths)):
         read = [(row, min(block or length, length - at)) for row, length in zip(rows, lengths) if length > at]
-        if layer.rule.layout.adaptive and at:  # as if heads had traded slots, which only kernels that run do
-            slots = layer.state.exact.keys.shape[1]
-            layer.state.exact.starts[:, 1] = draw.randint(LEAST, slots - LEAST)
         now, numbers = zip(*read)
         starts = [sum(numbers[:i]) for i in range(len(now))]
         blocks = PagedBlocks.of(numbers, [at] * len(now), torch.tensor([now, starts, numbers]))
@@ -80,12 +90,15 @@ def test_after_a_warm_up_traffic_compiles_nothing(case, monkeypatch):
     (rule, shared), block = made(*CASES[case]), CASES[case][3]
     opened = partial(PagedLayer, rule, num_heads=HQ, scale=D**-0.5, softcap=None, shared=shared)
     pages = torch.zeros(SEQUENCES + 1, rule.form.nbytes + 128, dtype=torch.uint8)  # of the largest layer
+    monkeypatch.setattr(Slots, "trade", trading(lambda total: total // 2))
     with recorded() as launches:
         warm_up(opened, rule, Traffic(LONGEST, block, SEQUENCES), CPU)
         compiled = {*launches}
         scratch = shared.nbytes()
         launches.clear()
         layer = opened(pages)
+        draw = random.Random(0)
+        monkeypatch.setattr(Slots, "trade", trading(lambda total: draw.randint(LEAST, total - LEAST)))
         for seed in range(24):
             serve(layer, block, seed)
     late = {launch for launch in launches if launch not in compiled}

@@ -25,6 +25,7 @@ from .layout import Attends, LayerConfig, LayerPlan, Layout
 from .prefill import absorb_block, attend_block
 
 ALIGNMENT = 128  # bytes, of every tensor and page: a line of a GPU's cache
+SLOTS = 16  # kernels are compiled apart for numbers that are no multiples of so many
 # Copies of pages, of sequences that evict or are read together, do not grow with the batch.
 AT_ONCE, ROOM = 64, 1 << 30  # sequences at most, and bytes, unless one takes more
 COPIES = 3  # of keys and values: as they are stored and in the model's dtype, and those that policies choose from
@@ -252,13 +253,15 @@ class PagedLayer:
         ops.write(chosen, own, result, blocks.own, blocks.sequence, blocks.within, out)
 
     def _limit(self, tier: str, slots: Slots, blocks: PagedBlocks) -> int:
-        """Slots of the head that has most. The host waits for the device where heads have traded slots."""
+        """Slots of the head that has most. The host waits for the device where heads have traded slots: it counts them
+        in so many at a time that few kernels serve whatever they trade.
+        """
         layout, starts = self.rule.layout, self.state.tiers[tier].starts
         if not layout.adaptive or starts is None:
             return slots.limit
         if not any(blocks.before):
             return max(layout.capacities("exact"))
-        return int(starts.index_select(0, blocks.index).diff(dim=-1).max())
+        return aligned(int(starts.index_select(0, blocks.index).diff(dim=-1).max()), SLOTS)
 
     def evict(self, due: Tensor) -> None:
         """Let these sequences shrink to their budget; nothing but their pages is touched.
