@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from fastkv.lab.facts import plain
+from perf.speed.contenders import placed
 
 from .cells import add, missing
 
@@ -62,7 +63,7 @@ class Compressed:
 
     def __init__(self, model: Any, prefix: list[int], press: Any) -> None:
         self.model, self.cache, self.seen = model, DynamicCache(), len(prefix)
-        with nullcontext() if press is None else press(model):
+        with placed(model), nullcontext() if press is None else press(model):
             model(torch.tensor([prefix]), past_key_values=self.cache, logits_to_keep=1)  # as fastkv's reading ends
         self.sizes = [layer.keys.shape[2] for layer in self.cache.layers]
 

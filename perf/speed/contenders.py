@@ -4,7 +4,8 @@ Peers are imported where they are used.
 """
 
 import zlib
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -110,6 +111,23 @@ class FastKV(Compressed, Generates):
         fastkv.patch(model, case.policy, budget, prefill_block=case.block, evict_every=case.period, **static)
 
 
+@contextmanager
+def placed(model: Any) -> Iterator[None]:
+    """Presses ask for `cache_position`, which layers are told by the transformers that kvpress pins, not by later ones."""
+
+    def tell(module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        ids, cache = named["input_ids"], named["past_key_values"]
+        before = cache.get_seq_length()
+        places = torch.arange(before, before + ids.shape[1], device=ids.device)
+        return arguments, {"cache_position": places} | named
+
+    hook = model.base_model.register_forward_pre_hook(tell, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 class KVPress(Generates):
     """kvpress, as its own pipeline does it: the prompt is read whole under the press, decoding happens outside."""
 
@@ -128,12 +146,12 @@ class KVPress(Generates):
 
     def read(self, ids: Tensor, cache: Any) -> Tensor:
         """The whole prompt; kvpress has no other way."""
-        with self.pressed(ids.shape[1]):
+        with placed(self.model), self.pressed(ids.shape[1]):
             return self.model(ids, past_key_values=cache, logits_to_keep=1).logits
 
     def generate(self, ids: Tensor, new: int) -> Tensor:
         """`generate` under the press, which leaves decode steps alone."""
-        with self.pressed(ids.shape[1]):
+        with placed(self.model), self.pressed(ids.shape[1]):
             return super().generate(ids, new)
 
     def kept(self, cache: Any) -> int:
