@@ -113,10 +113,8 @@ class Standing:
         if None in pairs:
             return
         self.attention = given = C.Attention(*pairs)
-        lengths, starts, received, positions = slots.lengths, slots.starts, slots.attention, slots.positions
-        given.lengths, given.length_stride = lengths.data_ptr(), lengths.stride(0)
-        if starts is not None:
-            given.starts, given.start_stride = starts.data_ptr(), starts.stride(0)
+        received, positions = slots.attention, slots.positions
+        tell_owners(given, slots)
         if received is not None:
             given.received, given.received_strides = received.data_ptr(), (c_int64 * 2)(*received.stride()[:2])
         plain = positions is not None and positions.dtype == torch.int32 and positions.stride(-1) == 1
@@ -132,7 +130,7 @@ class Standing:
                 given.evicted.strides[POINTERS.index(name)] = tensor.element_size() * tensor.stride(0)
         if isinstance(known, Centroids):
             given.evicted.number, given.evicted.halves = known.num, known.keys.dtype == torch.bfloat16
-        given.batch, given.heads, given.dim = *lengths.shape, dim
+        given.batch, given.heads, given.dim = *slots.lengths.shape, dim
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # what is copied or read from a file has other tensors, and finds its own
@@ -238,9 +236,8 @@ def leave(slots: Slots, valid: Tensor, kept: Tensor, known: Tensor | None, count
     Returns: whether it was done; without a compiler, where a row is in several pieces, and unless `valid` are the slots
         in use, nothing happens.
     """
-    lengths, starts = slots.lengths, slots.starts
     memory = [] if known is None or slots.memory is None else [slots.memory]
-    found = [rows_at(part, starts is not None) for part in (*memory, *slots.moving().values())]
+    found = [rows_at(part, slots.starts is not None) for part in (*memory, *slots.moving().values())]
     parts = [part for part in found if part is not None]
     if len(parts) < len(found) or not owned_as_expected(slots) or not cpu.available("slots"):
         return False
@@ -252,11 +249,9 @@ def leave(slots: Slots, valid: Tensor, kept: Tensor, known: Tensor | None, count
         numbers = known.data_ptr()
     rows = (C.Moving * len(Slots.MOVING))(*parts)
     counted = None if count is None else count.data_ptr()
-    pointers = lengths.data_ptr(), None, valid.data_ptr(), kept.data_ptr(), numbers, counted
+    pointers = None, None, valid.data_ptr(), kept.data_ptr(), numbers, counted
     given = C.Leaving(rows, own, *pointers, len(parts), *kept.shape)
-    given.length_stride = lengths.stride(0)
-    if starts is not None:
-        given.starts, given.start_stride = starts.data_ptr(), starts.stride(0)
+    tell_owners(given, slots)
     return bool(cpu.call("slots", "leave_slots", given))
 
 
@@ -278,17 +273,15 @@ def read(slots: Slots, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]
     numbers = [C.Moving() if one is None else rows_at(one, starts is not None) for one in places.values()]
     if not ready or None in (*pairs, *numbers):
         return None
-    lengths, shape = slots.lengths, (*slots.lengths.shape, slots.filled)
+    shape = *slots.lengths.shape, slots.filled
     made = {name: keys.new_empty(*shape, dim, dtype=dtype) for name, dim in zip(("keys", "values"), dims)}
     made |= {name: one.new_empty(shape) for name, one in places.items() if one is not None}
     made = {name: one for name, one in made.items() if name in names}
     to = {f"to_{name}": one.data_ptr() for name, one in made.items()}
-    given = C.Reading(*pairs, *numbers, lengths=lengths.data_ptr(), **to)
+    given = C.Reading(*pairs, *numbers, **to)
     given.batch, given.heads, given.slots = shape
     given.dim, given.value_dim, given.threads = *dims, torch.get_num_threads()
-    given.length_stride = lengths.stride(0)
-    if starts is not None:
-        given.starts, given.start_stride = starts.data_ptr(), starts.stride(0)
+    tell_owners(given, slots)
     cpu.call("slots", f"read_{PLAIN[dtype] if form.plain else form.name}", given)
     return [made[name] for name in names]
 
@@ -320,13 +313,11 @@ def keep(slots: Slots, kept: Tensor, block: tuple[Tensor, Tensor, Tensor], known
         return False
     nothing = [C.Moving()] * (2 - len(numbers))
     (new_keys, new_values, fresh, *told), (spots, *memory) = ours + nothing, theirs + nothing
-    kept, lengths, starts = kept.contiguous(), slots.lengths, slots.starts
-    given = C.Keeping(*pairs, new_keys, new_values, spots, fresh, *memory, *told, kept.data_ptr(), lengths.data_ptr())
+    kept = kept.contiguous()
+    given = C.Keeping(*pairs, new_keys, new_values, spots, fresh, *memory, *told, kept.data_ptr())
     given.batch, given.heads, given.number, given.dim = keys.shape
     given.value_dim, given.room, given.threads = values.shape[-1], slots.keys.shape[-2], torch.get_num_threads()
-    given.length_stride = lengths.stride(0)
-    if starts is not None:
-        given.starts, given.start_stride = starts.data_ptr(), starts.stride(0)
+    tell_owners(given, slots)
     cpu.call("slots", f"keep_{PLAIN[stored] if form.plain else form.name}", given)
     return True
 
@@ -335,3 +326,10 @@ def owned_as_expected(slots: Slots) -> bool:
     """Whether what says which slots are whose, and which are in use, is what C++ expects: int32, heads side by side."""
     owned = [slots.lengths] if slots.starts is None else [slots.lengths, slots.starts]
     return all(part.dtype == torch.int32 and part.stride(-1) == 1 for part in owned)
+
+
+def tell_owners(given: Any, slots: Slots) -> None:
+    """Where that is."""
+    given.lengths, given.length_stride = slots.lengths.data_ptr(), slots.lengths.stride(0)
+    if slots.starts is not None:
+        given.starts, given.start_stride = slots.starts.data_ptr(), slots.starts.stride(0)
