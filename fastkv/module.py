@@ -369,7 +369,8 @@ class FastKVAttention(Module):
         host += [number for tier in self.state.tiers.values() for number in (tier.filled, tier.limit)]
         if not self.config.slots.plain:
             host += [list(FORMATS).index(self.config.slots.name), DTYPES.index(self.state.exact.dtype)]
-        return torch.tensor(host, device="cpu")
+        policy = self.config.policy.name.encode()
+        return torch.tensor([*host, *policy, len(policy)], device="cpu")
 
     def set_extra_state(self, host: Tensor) -> None:
         """Take over what `get_extra_state` returned; the buffers have been loaded."""
@@ -393,6 +394,13 @@ class FastKVAttention(Module):
         missing = [name for name in ("exact_keys", "seen") if prefix + name not in state_dict]
         if missing:
             raise FastKVError(f"{NAME}: the state holds a sequence but no {prefix}{missing[0]}; load one that is whole")
+        end = len(host) - 1 - int(host[-1])
+        policy, host = bytes(host[end:-1].tolist()).decode(), host[:end]
+        if policy != self.config.policy.name:  # what is known of each token means something else
+            raise FastKVError(
+                f"{NAME}: a sequence of policy {policy!r} was saved, this module has {self.config.policy.name!r}; give "
+                "it the same settings"
+            )
         keys, batch, prompt = state_dict[prefix + "exact_keys"], len(state_dict[prefix + "seen"]), int(host[0])
         device = keys.device if self.state is None else self.state.seen.device
         saved = keys.dtype if keys.is_floating_point() else DTYPES[int(host[-1])]  # of the model

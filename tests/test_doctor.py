@@ -38,7 +38,8 @@ def test_a_model_of_full_attention(tmp_path, capsys):
     assert "refused" not in found and found["heads"] == "found or calibrated when first patched"
     found, _, _ = said(capsys, "--model", path, "--context", "4096", "--budget", "8x")
     assert re.search(r"8\.[0-4] times less \(fastkv, budget 8x\)", found["fastkv"])
-    assert main(["doctor", "--model", str(path), "--budget", "some"]) == 2
+    for where in (["--model", str(path)], []):
+        assert main(["doctor", *where, "--budget", "some"]) == 2
 
 
 def test_windows_stay(tmp_path, capsys):

@@ -35,7 +35,9 @@ UNTESTED = "not tested: compared with the stock model when it is patched"
 
 def run(options: argparse.Namespace) -> None:
     """The command."""
-    for title, lines in (machine() if options.model is None else checkpoint(options)).items():
+    budget = Budget.of(int(options.budget) if options.budget.isdecimal() else options.budget)
+    config = Config.make(options.policy, budget, None, 16, "auto", "auto", None, options.slots)
+    for title, lines in (machine() if options.model is None else checkpoint(options, config)).items():
         print(title)
         for name, text in lines.items():
             print(f"  {name:<{max(map(len, lines))}}  {text}")
@@ -74,10 +76,8 @@ def backends() -> Lines:
     return {name: f"not available: {why}" if why else f"available ({about[name]})" for name, why in problems.items()}
 
 
-def checkpoint(options: argparse.Namespace) -> dict[str, Lines]:
+def checkpoint(options: argparse.Namespace, config: Config) -> dict[str, Lines]:
     """What would become of a checkpoint. Raises FastKVError if there is none that transformers knows."""
-    budget = Budget.of(int(options.budget) if options.budget.isdecimal() else options.budget)
-    config = Config.make(options.policy, budget, None, 16, "auto", "auto", None, options.slots)
     made = without_weights(options.model, None)
     known: Any = made.config
     text = known.get_text_config(decoder=True)
@@ -102,7 +102,7 @@ def checkpoint(options: argparse.Namespace) -> dict[str, Lines]:
         names = ", ".join(map(str, found.compressed))
         layers["compressed"] = f"{len(found.compressed)} of {found.layers}: {names}"
         layers["left to transformers"] = found.left
-    size = f"{budget.tokens} tokens per KV head" if budget.tokens else f"budget {options.budget}"
+    size = f"{config.budget.tokens} tokens per KV head" if config.budget.tokens else f"budget {options.budget}"
     share = f"{found.before / found.after:.1f} times less" if found.after < found.before else "no less"
     memory = {
         "stock cache": f"{found.before / 2**20:.1f} MiB",
