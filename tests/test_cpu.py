@@ -406,10 +406,10 @@ def test_slots_that_are_not_the_candidates_are_left_alone():
         torch.arange(4, dtype=torch.int32)[None, None],
         torch.tensor([[[True, False, True, False]]]),
     )
-    assert not compiled_slots.leave(state.exact, torch.tensor([[[True, False, True, False]]]), kept, None, count)
+    assert not compiled_slots.compact(state.exact, torch.tensor([[[True, False, True, False]]]), kept, None, count, None)
     assert lengths == 3 and count == 0
     valid = torch.tensor([[[True, True, True, False]]])
-    assert compiled_slots.leave(state.exact, valid, kept, None, count)
+    assert compiled_slots.compact(state.exact, valid, kept, None, count, None)
     assert lengths == 2 and count == 1
 
 

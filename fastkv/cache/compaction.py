@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import ops
 from ..corrections import Pairs
 from ..policies import Reread, Signals
-from ..reference import LayerState, Selection, pack, pack_known
+from ..reference import LayerState, Selection, compact_in_copy, pack
 from . import key_only
 from .layout import LayerConfig
 from .selection import protected
@@ -64,26 +64,26 @@ def _store_in_slabs(
     state: LayerState, signals: Signals, selection: Selection, num: int, rule: LayerConfig, full: bool, anew: bool
 ) -> None:
     """`store` where heads share slots unequally."""
-    exact, layout, choice = state.exact, rule.layout, (signals.valid, selection, _newest(signals, num))
-    known, rows, held = None if exact.memory is None else signals.memory, exact, exact.filled
-    if held:  # compacted in a copy, because the stretches of the heads are about to move
-        rows = exact.equal(held, room=num)
-        rows.memory = None if known is None else torch.empty_like(known)
-        ops.compact(*choice, known, LayerState(rows, state.seen, state.moments), rule.spec)
-    assert exact.starts is not None
-    if full and layout.adaptive:
-        counts = rule.plan.parallel.gather(selection.counts)
+    exact, layout, parallel = state.exact, rule.layout, rule.plan.parallel
+    known = None if exact.memory is None else signals.memory
+    choice = signals.valid, selection, _newest(signals, num), known, state, rule.spec
+
+    def deal() -> None:
+        if not full or not layout.adaptive:
+            exact.redeal(layout.capacities("exact"))
+            return
+        counts = parallel.gather(selection.counts)
         left = (counts.shape[1] * layout.total - counts.sum(-1, keepdim=True)) // counts.shape[1]
         capacities = counts + left + layout.spare
-        exact.trade(rule.plan.parallel.own(capacities), capacities)
-    elif anew:
-        exact.redeal(layout.capacities("exact"))
-    if not held:
-        ops.compact(*choice, known, state, rule.spec)
+        exact.trade(parallel.own(capacities), capacities)
+
+    moves = anew or (full and layout.adaptive)
+    if moves and exact.filled:
+        compact_in_copy(ops.compact, *choice, deal)
         return
-    pack(exact.starts, [(getattr(exact, name), candidates) for name, candidates in rows.moving().items()])
-    if exact.memory is not None and rows.memory is not None:
-        pack_known(exact.starts, exact.memory, rows.memory)
+    if moves:
+        deal()
+    ops.compact(*choice)
 
 
 def remember(state: LayerState, signals: Signals, kept: Tensor, most: int, rule: LayerConfig) -> None:

@@ -226,6 +226,11 @@ class PagedLayer:
             table = shared.table(rotary, self.state.seen.device, shared.positions)
             self.state.recovery = Recovery(self.rule.weight, *table)
 
+    @property
+    def _in_pages(self) -> bool:
+        """Whether sequences are read, and evict, one after another where they are: on a CPU, which copies nothing."""
+        return self.pages.device.type == "cpu" and resolve(self.rule.spec.backend, self.pages.device) != "triton"
+
     def clear(self, rows: Tensor) -> None:
         """New sequences are going to begin in these rows, [F] int64."""
         self.pages.index_fill_(0, rows, 0)
@@ -243,25 +248,46 @@ class PagedLayer:
             self._read(some, q, k, v, out)
 
     def _read(self, blocks: PagedBlocks, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        chosen, valid = self.state.at(blocks.index), blocks.valid
+        chosen = self.state.at(blocks.index)
+        if self._in_pages:
+            for i, (number, before) in enumerate(zip(blocks.lengths, blocks.before)):
+                row, first = int(blocks.index[i]), int(blocks.tokens[i, 0])
+                if row == 0:  # nobody's
+                    continue
+                own, some = self.state.stretch(row, row + 1), slice(first, first + number)
+                new_q, new_k, new_v = (part[some].transpose(0, 1)[None] for part in (q, k, v))
+                result = self._absorbed(own, new_q, new_k, new_v, blocks.valid[i : i + 1, :number], before, own)
+                out[some] = result[0].transpose(0, 1)
+            return
         own, q, k, v = ops.read(chosen, self.rule.spec, q, k, v, blocks.tokens, self.rule.layout.fixed)
-        for tier, slots in own.tiers.items():
-            slots.limit = self._limit(tier, slots, blocks)
-            slots.filled = min(max(blocks.before), slots.limit - self.rule.layout.spare * (slots is own.exact))
-        result, mass = attend_block(own, q, k, v, valid, self.rule)
-        absorb_block(own, q, k, v, valid, self.rule, mass=mass)
+        result = self._absorbed(own, q, k, v, blocks.valid, max(blocks.before), chosen)
         ops.write(chosen, own, result, blocks.own, blocks.sequence, blocks.within, out)
 
-    def _limit(self, tier: str, slots: Slots, blocks: PagedBlocks) -> int:
+    def _absorbed(
+        self, own: LayerState, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, before: int, chosen: LayerState
+    ) -> Tensor:
+        """Attention of the next blocks of sequences, [B, Hq, T, Dv]; their state then includes them.
+
+        Args: own: their state, or a copy of what is `chosen`.  before: tokens that the longest of them had read.
+        """
+        for tier, slots in own.tiers.items():
+            slots.limit = self._limit(slots, chosen.tiers[tier].starts, chosen.rows, before)
+            slots.filled = min(before, slots.limit - self.rule.layout.spare * (slots is own.exact))
+        result, mass = attend_block(own, q, k, v, valid, self.rule)
+        absorb_block(own, q, k, v, valid, self.rule, mass=mass)
+        return result
+
+    def _limit(self, slots: Slots, starts: Tensor | None, rows: Tensor | None, before: int) -> int:
         """Slots of the head that has most. The host waits for the device where heads have traded slots: it counts them
         in so many at a time that few kernels serve whatever they trade.
         """
-        layout, starts = self.rule.layout, self.state.tiers[tier].starts
+        layout = self.rule.layout
         if not layout.adaptive or starts is None:
             return slots.limit
-        if not any(blocks.before):
+        if not before:
             return max(layout.capacities("exact"))
-        return aligned(int(starts.index_select(0, blocks.index).diff(dim=-1).max()), SLOTS)
+        starts = starts if rows is None else starts.index_select(0, rows)
+        return aligned(int(starts.diff(dim=-1).max()), SLOTS)
 
     def evict(self, due: Tensor) -> None:
         """Let these sequences shrink to their budget; nothing but their pages is touched.
@@ -269,7 +295,7 @@ class PagedLayer:
         Args: due [E] int64: rows, as `PagedClock` says before each step.
         """
         rule = self.rule
-        if due.device.type == "cpu" and resolve(rule.spec.backend, due.device) != "triton":
+        if self._in_pages:
             for own in self.state.at(due).each():  # the host may ask; mostly few are due, and nothing is copied
                 own.fill()
                 evict(own, rule)

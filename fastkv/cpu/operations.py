@@ -9,6 +9,7 @@ contents.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_int64
 from functools import cache, lru_cache
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from .. import cpu, reference
 from ..errors import check_groups, check_shape
-from ..reference import Centroids, LayerState, Moments, Selection, Spec, centroids, merge_partials
+from ..reference import Centroids, Evicted, LayerState, Moments, Selection, Spec, centroids, merge_partials
 from ..reference.scores import EPSILON, turned_ahead
 from ..rotary import Rotary
 from . import slots as compiled_slots
@@ -140,13 +141,38 @@ def prefill_attention(
             mask = mask + bias.repeat_interleave(groups, 1)[:, :, None]
         past, past_lse = attend(q, keys, values, spec.scale, mask)
         empty = (lengths == 0).repeat_interleave(groups, 1)[..., None]
-        out, lse = merge_partials(out, lse, past, past_lse.masked_fill(empty, float("-inf")))
+        out, lse = mixed(out, lse, past, past_lse.masked_fill(empty, float("-inf")))
     known, mass = spec.evicted(state), torch.full_like(lse, float("-inf"))
     if known is not None:
-        value, mass = known.estimate(q, spec.scale, spec.softcap)
-        out, lse = merge_partials(out, lse, value, mass)
+        value, mass = estimated(q, known, spec.scale)
+        out, lse = mixed(out, lse, value, mass)
     out, lse = reference.with_sink(out, lse, None if state.sink_logits is None else state.sink_logits[:, None])
     return out.to(q.dtype), lse, mass
+
+
+def mixed(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Estimate:
+    """`merge_partials` of fp32 [B, Hq, T, D] and [B, Hq, T], in place where it is compiled."""
+    fits = out.shape[-1] % compiled_slots.WIDE == 0 and out.stride(-1) == other.stride(-1) == 1
+    if not (fits and out.dtype == other.dtype == lse.dtype == torch.float32 and cpu.available("slots")):
+        return merge_partials(out, lse, other, other_lse)
+    strides = [(c_int64 * 3)(*one.stride()[:3]) for one in (out, other)]
+    lse = lse.contiguous()
+    given = out, lse, other, other_lse.contiguous(), *strides, *out.shape
+    cpu.run("slots", "mix_partials", "Mixing", *given, torch.get_num_threads())
+    return out, lse
+
+
+def estimated(q: Tensor, known: Evicted, scale: float) -> Estimate:
+    """`known.estimate(q, scale)`; of centroids without an operator for each term."""
+    ready = q.shape[-1] % compiled_slots.WIDE == 0 and q.dtype != torch.float64 and cpu.available("slots")
+    if not ready or not isinstance(known, Centroids) or known.count.dtype != torch.float32:
+        return known.estimate(q, scale, None)
+    keys, values = (means.flatten(0, 1).float() for means in (known.keys, known.values))
+    rows = q.float().reshape(len(keys), -1, q.shape[-1])
+    logits, mass = torch.bmm(rows, keys.transpose(1, 2)), rows.new_empty(rows.shape[:2])
+    given = logits, rows, known.count.contiguous(), known.spread.contiguous(), mass, *logits.shape, q.shape[-1]
+    cpu.run("slots", "weigh_centroids", "Weighing", *given, torch.get_num_threads(), scale)
+    return torch.bmm(logits, values).view(*q.shape[:3], -1), mass.view(q.shape[:3])
 
 
 def hiding(mask: Tensor | None) -> Tensor | None:
@@ -377,29 +403,29 @@ def compact(
     state: LayerState,
     spec: Spec,
 ) -> None:
-    """`reference.compact`; of slots alone, only tokens that leave are copied out, and only those that fill their slots
-    are moved; of a first block, only those that stay are stored."""
-    slots, moments = state.exact, state.moments
-    if block is not None and valid.shape[-1] == block[0].shape[2]:
-        gone = valid & ~selection.kept
-        more = Moments(moments.count + gone.sum(-1)) if moments.key_mean is None else moments.add(*block[:2], gone)
-        if compiled_slots.keep(slots, selection.kept, block, known):
-            moments.copy_(more)
-            state.seen.add_(valid[:, 0].sum(-1))
-            if slots.attention is not None:
-                slots.attention.zero_()
-            return
-    if block is None:
-        after: Moments | None = None
-        if moments.key_mean is not None and (most := int((gone := valid & ~selection.kept).sum(-1).max())):
-            leaving = gone.to(torch.uint8).topk(most, dim=-1, sorted=False).indices.sort(-1).values
-            after = moments.add(*slots.pairs_at(leaving), hiding(gone.gather(-1, leaving)))
-        count = moments.count if moments.key_mean is None else None
-        if compiled_slots.leave(slots, valid, selection.kept, known, count):
-            if after is not None:
-                moments.copy_(after)
-            return
-    reference.compact(valid, selection, block, known, state, spec)
+    """`reference.compact`, in place: only tokens that leave are copied out, only those that fill their slots are moved,
+    and of a block only those that stay are stored."""
+    slots, moments, kept = state.exact, state.moments, selection.kept
+    used = valid.shape[-1] - (0 if block is None else block[0].shape[2])
+    after: Moments | None = None
+    if block is not None or moments.key_mean is not None:
+        after, gone = moments, valid & ~kept
+        if moments.key_mean is None:
+            after = Moments(moments.count + gone.sum(-1))
+        elif most := int(gone[..., :used].sum(-1).max()) if used else 0:
+            leaving = gone[..., :used].to(torch.uint8).topk(most, dim=-1, sorted=False).indices.sort(-1).values
+            after = after.add(*slots.pairs_at(leaving), hiding(gone.gather(-1, leaving)))
+        if block is not None and moments.key_mean is not None:
+            after = after.add(*block[:2], gone[..., used:])
+    if not compiled_slots.compact(slots, valid, kept, known, moments.count if after is None else None, block):
+        reference.compact(valid, selection, block, known, state, spec)
+        return
+    if after is not None:
+        moments.copy_(after)
+    if block is not None:
+        state.seen.add_(valid[:, 0, used:].sum(-1))
+        if slots.attention is not None:
+            slots.attention.zero_()
 
 
 def remember(

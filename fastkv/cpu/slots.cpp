@@ -240,16 +240,16 @@ struct Reading {
     int64_t batch, heads, slots, dim, value_dim, threads, length_stride, start_stride;
 };
 
-// A first block: new keys and values of every token, of plain slots as these are stored, else fp32, and where they go;
-// which are kept, [batch, heads, number], positions and, or none, what is known of each. room: slots of a head of equal
-// heads; lengths and starts as of `Attention`.
+// A block: new keys and values of every token, of plain slots as these are stored, else fp32, and where they go; which
+// are kept, [batch, heads, number], positions and, or none, what is known of each. room: slots of a head of equal heads;
+// behind: whether they come behind the tokens in use, or these are gone; lengths and starts as of `Attention`.
 struct Keeping {
     Coded keys, values;
     Moving new_keys, new_values, positions, new_positions, memory, known;
     const uint8_t* kept;
     int32_t* lengths;
     const int32_t* starts;
-    int64_t batch, heads, number, dim, value_dim, room, threads, length_stride, start_stride;
+    int64_t batch, heads, number, dim, value_dim, room, behind, threads, length_stride, start_stride;
 };
 
 // A token for every head, or none: rows [batch, heads, dim] of keys and values, of plain slots as they are stored, else
@@ -304,6 +304,24 @@ struct Leaving {
     const uint8_t *valid, *kept;
     const float* known;
     int64_t *count, number, batch, heads, slots, length_stride, start_stride;
+};
+
+// Of `places` heads, each with `number` centroids: products of their keys with rows of queries [places, rows, dim], which
+// become their shares, logits [places, rows, number]; count and spread [places, number]; mass [places, rows]: its log.
+struct Weighing {
+    float* logits;
+    const float *queries, *count, *spread;
+    float* mass;
+    int64_t places, rows, number, dim, threads;
+    float scale;
+};
+
+// What attention over two sets gives, [batch, heads, rows, dim], with strides of the first three; the first becomes that
+// of both. lse and other_lse [batch, heads, rows].
+struct Mixing {
+    float *out, *lse;
+    const float *other, *other_lse;
+    int64_t strides[3], other_strides[3], batch, heads, rows, dim, threads;
 };
 }
 
@@ -454,14 +472,55 @@ inline void scale(float* row, int64_t dim, float by) {
     for (int64_t i = 0; i < dim; i += NATIVE) store_native(row + i, native(row + i) * by);
 }
 
+inline float product(const float* one, const float* other, int64_t dim) {
+    Native sums[PIECES] = {};
+    for (int64_t i = 0; i < dim; i += WIDE)
+        for (int p = 0; p < PIECES; ++p) sums[p] += native(one + i + p * NATIVE) * native(other + i + p * NATIVE);
+    return total(sums);
+}
+
+// The centroids of a head, as `reference.centroid_estimate` weighs them.
+struct Weights {
+    int64_t number, padded;
+    std::vector<float> biases, widths, logits;
+
+    Weights(const float* counts, const float* spread, int64_t number, float scale)
+        : number(number), padded((number + WIDE - 1) / WIDE * WIDE), biases(padded, -__builtin_inff()),
+          widths(padded, 0.0f), logits(padded) {
+        for (int64_t i = 0; i < number; ++i) {
+            biases[i] = __builtin_logf(counts[i] / 2);  // -inf for an unused centroid
+            widths[i] = __builtin_sqrtf(spread[i] / std::max(counts[i], 1.0f)) * __builtin_fabsf(scale);
+        }
+    }
+
+    // logits: scale times products with a query of that length; they become shares of the mass. Returns: its log.
+    float share(float size) {
+        for (int64_t i = 0; i < padded; i += NATIVE) {  // log cosh x + log 2 = x + log(1 + e^-2x), x >= 0
+            Native deviation = size * native(&widths[i]), folded = log_of_one_plus(exponential(-2 * deviation));
+            store_native(&logits[i], native(&logits[i]) + native(&biases[i]) + deviation + folded);
+        }
+        const float top = largest_of(&logits[0], padded, -__builtin_inff());
+        if (top == -__builtin_inff()) return std::fill(logits.begin(), logits.end(), 0.0f), top;
+        Native sums[PIECES] = {};
+        for (int64_t i = 0; i < padded; i += NATIVE) {
+            store_native(&logits[i], exponential(native(&logits[i]) - top));
+            sums[i / NATIVE % PIECES] += native(&logits[i]);
+        }
+        const float sum = total(sums);
+        for (int64_t i = 0; i < padded; i += NATIVE) store_native(&logits[i], native(&logits[i]) / sum);
+        return top + __builtin_logf(sum);
+    }
+};
+
 // What attention over the evicted tokens of a head would give: `reference.centroid_estimate`, `moment_estimate`.
 class Estimate {
     const Attention& all;
     const Evicted& from;
-    int64_t dim, number, padded;
+    int64_t dim, number;
     const float *key_mean, *value_mean, *cross;  // of moments
     float count;
-    std::vector<float> keys, values, biases, widths, logits;
+    std::vector<float> keys, values;
+    std::optional<Weights> weights;
 
     const uint8_t* at(const uint8_t* part, int which, int64_t place, int64_t bytes) const {
         return part + place / all.heads * from.strides[which] + place % all.heads * bytes;
@@ -480,13 +539,6 @@ class Estimate {
         }
     }
 
-    float product(const float* one, const float* other) const {
-        Native sums[PIECES] = {};
-        for (int64_t i = 0; i < dim; i += WIDE)
-            for (int p = 0; p < PIECES; ++p) sums[p] += native(one + i + p * NATIVE) * native(other + i + p * NATIVE);
-        return total(sums);
-    }
-
   public:
     Estimate(const Attention& all, int64_t place) : all(all), from(all.evicted), dim(all.dim), number(from.number) {
         if (!number) {
@@ -499,16 +551,8 @@ class Estimate {
         const int64_t size = from.halves ? 2 : 4;
         read(at(from.keys, KEYS, place, number * dim * size), keys);
         read(at(from.values, VALUES, place, number * dim * size), values);
-        padded = (number + WIDE - 1) / WIDE * WIDE;
-        biases.assign(padded, -__builtin_inff());
-        widths.assign(padded, 0.0f);
-        logits.resize(padded);
-        const float* counts = numbers_at(from.count, COUNT, place, number);
-        const float* spread = numbers_at(from.spread, SPREAD, place, number);
-        for (int64_t i = 0; i < number; ++i) {
-            biases[i] = __builtin_logf(counts[i] / 2);  // -inf for an unused centroid
-            widths[i] = __builtin_sqrtf(spread[i] / std::max(counts[i], 1.0f)) * __builtin_fabsf(all.scale);
-        }
+        weights.emplace(numbers_at(from.count, COUNT, place, number), numbers_at(from.spread, SPREAD, place, number),
+                        number, all.scale);
     }
 
     // The log of the mass for a query [dim]; adds nothing to value [dim], of zeros, where that is -inf.
@@ -517,25 +561,14 @@ class Estimate {
             if (!(count > 0)) return -__builtin_inff();
             std::copy(value_mean, value_mean + dim, value);
             for (int64_t i = 0; cross && i < dim; ++i) add(value, dim, cross + i * dim, query[i] * all.scale / count);
-            return __builtin_logf(count) + all.scale * product(query, key_mean);
+            return __builtin_logf(count) + all.scale * product(query, key_mean, dim);
         }
-        const float size = __builtin_sqrtf(product(query, query));
-        std::copy(biases.begin(), biases.end(), logits.begin());
-        for (int64_t i = 0; i < number; ++i) logits[i] += all.scale * product(query, &keys[i * dim]);
-        for (int64_t i = 0; i < padded; i += NATIVE) {  // log cosh x + log 2 = x + log(1 + e^-2x), x >= 0
-            Native deviation = size * native(&widths[i]), folded = exponential(-2 * deviation);
-            for (int j = 0; j < NATIVE; ++j) folded[j] = __builtin_log1pf(folded[j]);
-            store_native(&logits[i], native(&logits[i]) + deviation + folded);
-        }
-        const float top = largest_of(&logits[0], padded, -__builtin_inff());
-        if (top == -__builtin_inff()) return top;
-        float sum = 0;
-        for (int64_t i = 0; i < padded; i += NATIVE) {
-            store_native(&logits[i], exponential(native(&logits[i]) - top));
-            for (int j = 0; j < NATIVE; ++j) sum += logits[i + j];
-        }
-        for (int64_t i = 0; i < number; ++i) add(value, dim, &values[i * dim], logits[i] / sum);
-        return top + __builtin_logf(sum);
+        std::vector<float>& shares = weights->logits;
+        for (int64_t i = 0; i < number; ++i) shares[i] = all.scale * product(query, &keys[i * dim], dim);
+        const float mass = weights->share(__builtin_sqrtf(product(query, query, dim)));
+        if (mass == -__builtin_inff()) return mass;
+        for (int64_t i = 0; i < number; ++i) add(value, dim, &values[i * dim], shares[i]);
+        return mass;
     }
 };
 
@@ -546,6 +579,39 @@ inline float together(float one, float other) {
 }
 
 inline float share_of(float part, float total) { return total == -__builtin_inff() ? 0 : __builtin_expf(part - total); }
+
+void weigh(const Weighing& all) {
+    constexpr int64_t SOME = 64;  // rows of a head at a time
+    const int64_t parts = (all.rows + SOME - 1) / SOME;
+#pragma omp parallel for collapse(2) num_threads(all.threads)
+    for (int64_t place = 0; place < all.places; ++place)
+        for (int64_t part = 0; part < parts; ++part) {
+            Weights weights(all.count + place * all.number, all.spread + place * all.number, all.number, all.scale);
+            for (int64_t row = part * SOME; row < std::min(all.rows, (part + 1) * SOME); ++row) {
+                const int64_t at = place * all.rows + row;
+                const float* query = all.queries + at * all.dim;
+                float* logits = all.logits + at * all.number;
+                for (int64_t i = 0; i < all.number; ++i) weights.logits[i] = all.scale * logits[i];
+                all.mass[at] = weights.share(__builtin_sqrtf(product(query, query, all.dim)));
+                std::copy_n(weights.logits.begin(), all.number, logits);
+            }
+        }
+}
+
+void mix(const Mixing& all) {
+#pragma omp parallel for collapse(3) num_threads(all.threads)
+    for (int64_t batch = 0; batch < all.batch; ++batch)
+        for (int64_t head = 0; head < all.heads; ++head)
+            for (int64_t row = 0; row < all.rows; ++row) {
+                const int64_t at = (batch * all.heads + head) * all.rows + row, *one = all.strides, *two = all.other_strides;
+                float* out = all.out + batch * one[0] + head * one[1] + row * one[2];
+                const float* other = all.other + batch * two[0] + head * two[1] + row * two[2];
+                const float whole = together(all.lse[at], all.other_lse[at]);
+                scale(out, all.dim, share_of(all.lse[at], whole));
+                add(out, all.dim, other, share_of(all.other_lse[at], whole));
+                all.lse[at] = whole;
+            }
+}
 
 // What the stretches of a head add up to, with what stands for the evicted and a sink: `number` of them, of which outs,
 // tops, sums and weights lie one behind another.
@@ -758,7 +824,8 @@ void keep(const Keeping& all) {
         const int64_t first = owned ? owned[0] : 0, end = owned ? owned[1] : all.room;
         const uint8_t* kept = all.kept + place * all.number;
         auto number = [&](const Moving& numbers, int64_t at) { return numbers.at(batch, head, at); };
-        int64_t slot = first;
+        int32_t& length = all.lengths[batch * all.length_stride + head];
+        int64_t slot = first + (all.behind ? length : 0);
         for (int64_t n = 0; n < all.number; ++n) {
             if (!kept[n] || slot == end) continue;
             put<Keys>(all.new_keys.at(batch, head, n), all.dim, all.keys, batch, head, slot);
@@ -767,7 +834,7 @@ void keep(const Keeping& all) {
             if (all.memory.rows) std::memcpy(number(all.memory, slot), number(all.known, n), sizeof(float));
             ++slot;
         }
-        all.lengths[batch * all.length_stride + head] = int32_t(slot - first);
+        length = int32_t(slot - first);
         for (; all.memory.rows && slot < end; ++slot) std::memset(number(all.memory, slot), 0, sizeof(float));
     }
 }
@@ -808,6 +875,8 @@ void each(const Rows& all, bool encode) {
 
 extern "C" {
 int leave_slots(const Leaving* all) { return leave(*all); }
+void weigh_centroids(const Weighing* all) { weigh(*all); }
+void mix_partials(const Mixing* all) { mix(*all); }
 READ(float32, Float32, Float32)
 READ(bfloat16, Bfloat16, Bfloat16)
 READ(float16, Float16, Float16)

@@ -23,6 +23,7 @@ PLAIN = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "f
 MEANS = (torch.float32, torch.bfloat16)  # of centroids
 C, Three = cpu.structs("slots"), c_int64 * 3
 POINTERS = ("keys", "values", "count", "spread", "whole", "cross")  # of what stands for the evicted, in C++ and here
+Rows = tuple[Tensor, Tensor, Tensor]  # keys, values and positions of tokens
 MIXED = {
     Centroids: {"count": "count", "keys": "keys", "values": "values", "spread": "spread"},
     Moments: {"whole": "count", "keys": "key_mean", "values": "value_mean", "cross": "cross"},
@@ -226,23 +227,44 @@ def dense(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return (rows if rows.dtype == dtype else rows.to(dtype)).contiguous()
 
 
-def leave(slots: Slots, valid: Tensor, kept: Tensor, known: Tensor | None, count: Tensor | None) -> bool:
-    """Let tokens go, in place: those that are not `kept`, [B, Hkv, N] bool of the first N slots of every head. A token
-    that stays in a slot before the new length is not moved.
+def compact(
+    slots: Slots, valid: Tensor, kept: Tensor, known: Tensor | None, count: Tensor | None, block: Rows | None
+) -> bool:
+    """Let tokens go, in place: those that are not `kept`, [B, Hkv, N] bool of the first slots of every head, and of a
+    block behind them. A token that stays in a slot before the new length is not moved; those of the block come last.
 
     Args: valid [B, Hkv, N] bool: which are tokens; known [B, Hkv, N]: a number of each, which becomes the memory of
-        those that stay; count [B, Hkv] int64: grows by how many leave; None for none.
+        those that stay; count [B, Hkv] int64: grows by how many leave; None for none; block: keys, values and int32
+        positions of new tokens, None for none.
 
-    Returns: whether it was done; without a compiler, where a row is in several pieces, and unless `valid` are the slots
-        in use, nothing happens.
+    Returns: whether it was done; without a compiler, for slots that it does not know, where a row is in several pieces,
+        and unless `valid` are the slots in use, nothing happens.
     """
+    used = valid.shape[-1] - (0 if block is None else block[0].shape[2])
+    parts = [None if one is None else (one[..., :used], one[..., used:]) for one in (valid, kept, known)]
+    (there, _), (stays, comes), (before, told) = (part or (None, None) for part in parts)
+    assert there is not None and stays is not None and comes is not None
+    leaving = _leaving(slots, there, stays, before, count) if used else None
+    coming = None if block is None else _coming(slots, comes, block, told, behind=used > 0)
+    if (leaving is None) > (used == 0) or (coming is None) > (block is None):
+        return False
+    if leaving is not None and not cpu.call("slots", "leave_slots", leaving):
+        return False
+    if coming is not None:
+        form = slots.format
+        cpu.call("slots", f"keep_{PLAIN[slots.keys.dtype] if form.plain else form.name}", coming)
+    return True
+
+
+def _leaving(slots: Slots, valid: Tensor, kept: Tensor, known: Tensor | None, count: Tensor | None) -> Any:
+    """What the slots that leave are told to C++ with, None where it cannot be."""
     memory = [] if known is None or slots.memory is None else [slots.memory]
     found = [rows_at(part, slots.starts is not None) for part in (*memory, *slots.moving().values())]
     parts = [part for part in found if part is not None]
     if len(parts) < len(found) or not owned_as_expected(slots) or not cpu.available("slots"):
-        return False
+        return None
     if count is not None and not count.is_contiguous():
-        return False
+        return None
     valid, kept, own, numbers = valid.contiguous(), kept.contiguous(), C.Moving(), None
     if memory and known is not None:
         known, own = dense(known, torch.float32), parts.pop(0)
@@ -252,7 +274,8 @@ def leave(slots: Slots, valid: Tensor, kept: Tensor, known: Tensor | None, count
     pointers = None, None, valid.data_ptr(), kept.data_ptr(), numbers, counted
     given = C.Leaving(rows, own, *pointers, len(parts), *kept.shape)
     tell_owners(given, slots)
-    return bool(cpu.call("slots", "leave_slots", given))
+    given.alive = valid, kept, known
+    return given
 
 
 def read(slots: Slots, names: Sequence[str], dtype: torch.dtype) -> list[Tensor] | None:
@@ -286,16 +309,11 @@ def read(slots: Slots, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]
     return [made[name] for name in names]
 
 
-def keep(slots: Slots, kept: Tensor, block: tuple[Tensor, Tensor, Tensor], known: Tensor | None) -> bool:
-    """Store those tokens of a first block that are `kept`, [B, Hkv, T] bool, in empty slots.
-
-    Args: block: keys, values and int32 positions; known [B, Hkv, T]: a number of each, or None, as of `leave`.
-
-    Returns: whether it was done; without a compiler, and for slots that it does not know, nothing happens.
-    """
+def _coming(slots: Slots, kept: Tensor, block: Rows, known: Tensor | None, behind: bool) -> Any:
+    """Likewise of a block. Args: behind: whether it comes behind what is there; else the slots are empty."""
     (keys, values, new), form, positions = block, slots.format, slots.positions
     if slots.values is None or positions is None or slots.bias is not None or not owned_as_expected(slots):
-        return False
+        return None
     if form.plain:
         ready = slots.keys.dtype == slots.values.dtype and slots.keys.dtype in PLAIN and cpu.available("slots")
     else:
@@ -310,16 +328,17 @@ def keep(slots: Slots, kept: Tensor, block: tuple[Tensor, Tensor, Tensor], known
     ours = [rows_at(one, False) for one in rows]
     theirs = [rows_at(one, slots.starts is not None) for one in numbers]
     if not ready or None in (*pairs, *ours, *theirs):
-        return False
+        return None
     nothing = [C.Moving()] * (2 - len(numbers))
     (new_keys, new_values, fresh, *told), (spots, *memory) = ours + nothing, theirs + nothing
     kept = kept.contiguous()
     given = C.Keeping(*pairs, new_keys, new_values, spots, fresh, *memory, *told, kept.data_ptr())
     given.batch, given.heads, given.number, given.dim = keys.shape
     given.value_dim, given.room, given.threads = values.shape[-1], slots.keys.shape[-2], torch.get_num_threads()
+    given.behind = behind
     tell_owners(given, slots)
-    cpu.call("slots", f"keep_{PLAIN[stored] if form.plain else form.name}", given)
-    return True
+    given.alive = kept, rows
+    return given
 
 
 def owned_as_expected(slots: Slots) -> bool:

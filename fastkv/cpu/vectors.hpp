@@ -109,6 +109,13 @@ inline Native exponential(Native x) {
     return x < -87.0f ? Native{} : sum * (Native)(power << 23);
 }
 
+// log(1 + x) for x from 0 to 1: twice the series of atanh z, z = x / (2 + x) <= 1 / 3.
+inline Native log_of_one_plus(Native x) {
+    Native z = x / (2.0f + x), square = z * z, sum = Native{} + 1.0f / 15;
+    for (int odd = 13; odd > 0; odd -= 2) sum = sum * square + 1.0f / odd;
+    return 2.0f * z * sum;
+}
+
 inline Native larger(Native one, Native other) { return one > other ? one : other; }
 
 // The largest of the numbers of a row, and of `least`; a multiple of NATIVE.

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import check_shape
-from ..reference import LayerState, Selection, Spec
+from ..reference import LayerState, Selection, Spec, compact_in_copy
 from ._arguments import PAIRS, MomentPointers, StatePointers, View
 from ._attention import _barrier, _dot32, _home, _page, _stretch
 from ._codes import _code_places, _codes_of, _exact, _packed, _plain_rows, _scale_places, _scales_of, _stored
@@ -438,7 +438,9 @@ def compact(
             check_shape(op, name, addressed(op, numbers, slots.starts), (None, heads, capacity))
     page = check_rows(op, state, held, changing, counted)
     assert 0 <= used <= capacity and k.stride(-1) == v.stride(-1) == 1
-    assert not shared or not begins or not used
+    if shared and begins and used:
+        compact_in_copy(compact, valid, selection, block, known, state, spec)
+        return
     if shared and begins and slots.attention is not None:
         slots.attention.zero_()
     if not num or not batch:

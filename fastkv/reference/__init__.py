@@ -66,6 +66,7 @@ from .selection import (
     blocks_of,
     candidates,
     compact,
+    compact_in_copy,
     in_order,
     joined,
     of_blocks,

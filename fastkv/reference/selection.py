@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -171,14 +172,7 @@ def compact(
     slots, moments = state.exact, state.moments
     used = valid.shape[-1] - (0 if block is None else block[0].shape[2])
     if slots.starts is not None:
-        equal = slots.equal(used, room=valid.shape[-1] - used)
-        equal.memory = None if known is None else torch.empty_like(known)
-        compact(valid, selection, block, known, LayerState(equal, state.seen, moments), spec)
-        pack(slots.starts, zip(slots.moving().values(), equal.moving().values()))
-        if slots.memory is not None and equal.memory is not None:
-            pack_known(slots.starts, slots.memory, equal.memory)
-        if block is not None and slots.attention is not None:
-            slots.attention.zero_()
+        compact_in_copy(compact, valid, selection, block, known, state, spec)
         return
     evicted = valid & ~selection.kept
     gone = moments.add(slots["keys"][:, :, :used], slots["values"][:, :, :used], evicted[..., :used])
@@ -200,6 +194,35 @@ def compact(
     for name, rows in slots.moving().items():
         rows[:, :, : index.shape[-1]] = rows_at(every[name], index)
     slots.lengths.copy_(selection.counts)
+
+
+def compact_in_copy(
+    compact: Callable[..., None],
+    valid: Tensor,
+    selection: Selection,
+    block: tuple[Tensor, Tensor, Tensor] | None,
+    known: Tensor | None,
+    state: LayerState,
+    spec: Spec,
+    move: Callable[[], None] | None = None,
+) -> None:
+    """`compact` of heads that own stretches of a slab, in a copy in which all have as many slots.
+
+    Args: move: deals the slots anew, before they are filled; None if they stay as they are.
+    """
+    slots = state.exact
+    new = 0 if block is None else block[0].shape[2]
+    equal = slots.equal(valid.shape[-1] - new, room=new)
+    equal.memory = None if known is None else torch.empty_like(known)
+    compact(valid, selection, block, known, LayerState(equal, state.seen, state.moments), spec)
+    if move is not None:
+        move()
+    assert slots.starts is not None
+    pack(slots.starts, zip((getattr(slots, name) for name in equal.moving()), equal.moving().values()))
+    if slots.memory is not None and equal.memory is not None:
+        pack_known(slots.starts, slots.memory, equal.memory)
+    if block is not None and slots.attention is not None:
+        slots.attention.zero_()
 
 
 def in_order(positions: Tensor, chosen: Tensor) -> Tensor:
