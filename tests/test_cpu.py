@@ -127,8 +127,8 @@ def test_a_step_follows_tensors_that_were_replaced(name):
 
 
 @CASES
-@given(problems(), st.integers(1, 40), st.sampled_from(("none", "left", "right", "anywhere")), st.data())
-def test_a_block(problem, num, padding, data):
+@given(problems(), st.integers(1, 40), st.booleans(), st.sampled_from(("none", "left", "right", "anywhere")), st.data())
+def test_a_block(problem, num, parts, padding, data):
     q, k, v = problem.rows(num, problem.heads * problem.groups), problem.rows(num), problem.rows(num)
     real = torch.ones(problem.batch, num, dtype=torch.bool)
     for row in range(problem.batch):
@@ -139,10 +139,10 @@ def test_a_block(problem, num, padding, data):
             real[row, :hidden] = padding == "right"
             real[row, num - hidden :] = padding == "left"
     k, v = k * real[:, None, :, None], v * real[:, None, :, None]
-    spec = problem.spec()
-    out, *sums = cpu.prefill_attention(q, k, v, real, problem.state(torch.float32), spec)
+    spec = problem.spec(parts)
+    out, *sums = cpu.prefill_attention(q, k, v, real, problem.state(torch.float32, parts), spec)
     exact = (one.double() for one in (q, k, v))
-    want, *exact_sums = reference.prefill_attention(*exact, real, problem.state(torch.float64), spec)
+    want, *exact_sums = reference.prefill_attention(*exact, real, problem.state(torch.float64, parts), spec)
     close(out, want, 2e-5)
     for mine, other in zip(sums, exact_sums, strict=True):
         close(mine, other, 2e-5)
@@ -399,6 +399,46 @@ def test_a_first_block_is_stored_and_read(form, shared):
 
 
 @pytest.mark.skipif(not compiled.available("slots"), reason="it does not compile")
+@pytest.mark.parametrize("order", [None, 0, 1])
+@pytest.mark.parametrize("form", ["model", "int8", "int4"])
+@pytest.mark.parametrize("shared", [False, True], ids=["equal", "unequal"])
+def test_a_block_is_stored_behind_what_stays(form, shared, order):
+    """What the reference keeps, with what is known of it; tokens of the block that leave are NaN."""
+    form, (batch, heads, num, dim, room) = slot_format(form), (2, 3, 20, 64, 24)
+    used, real = torch.tensor([[9, 16, 0], [3, 12, 7]], dtype=torch.int32), torch.rand(batch, num) < 0.9
+    rows, new = torch.randn(2, batch, heads, room, dim), torch.randn(2, batch, heads, num, dim)
+    known = torch.rand(batch, heads, 16 + num)
+    there = torch.cat([torch.arange(16) < used[..., None], real[:, None].expand(-1, heads, -1)], -1)
+    kept, states = there & (torch.rand(there.shape) < 0.5), []
+    if order is None:
+        new[0].masked_fill_(~kept[..., 16:, None], torch.nan)
+    for module in (reference, cpu):
+        pairs = [form.encode(part.clone()) for part in rows]
+        places = torch.arange(room, dtype=torch.int32).repeat(batch, heads, 1)
+        moments = Moments.empty(batch, heads, dim, dim, order=order)
+        state = make_state(*rows, used.clone(), places, torch.full((batch,), 16), moments)
+        slots = {"keys": pairs[0][0], "key_scales": pairs[0][1], "values": pairs[1][0], "value_scales": pairs[1][1]}
+        state.exact = replace(state.exact, format=form, decodes_to=torch.float32, limit=-1, **slots)
+        state = in_slab(state, [[room] * heads] * batch) if shared else state
+        state.exact.memory = torch.rand(batch, heads * room) if shared else torch.rand(batch, heads, room)
+        state.exact.limit, state.exact.filled = room, 16
+        block = *new, torch.arange(16, 16 + num, dtype=torch.int32).expand(batch, heads, num)
+        module.compact(there, Selection(kept, kept.sum(-1)), block, known, state, make_spec(order=order))
+        state.exact.filled = room
+        states.append(state)
+    want, got = states
+    assert torch.equal(got.exact.lengths, kept.sum(-1).int()) and torch.equal(got.seen, 16 + real.sum(-1))
+    for one, other in zip(got.moments.tensors(), want.moments.tensors()):
+        close(one, other, 2e-5)
+    by = [reference.in_order(state.exact["positions"], state.exact.valid) for state in states]
+    used = torch.arange(room) < got.exact.lengths[..., None]
+    for name in ("keys", "values", "positions", "memory"):
+        theirs, mine = (reference.rows_at(state.exact[name], order) for state, order in zip(states, by))
+        torch.testing.assert_close(mine[used], theirs[used], rtol=0, atol=1e-6)
+    assert abs(got.exact.memory.sum() - want.exact.memory.sum()) < 1e-4  # 0 in free slots
+
+
+@pytest.mark.skipif(not compiled.available("slots"), reason="it does not compile")
 def test_slots_that_are_not_the_candidates_are_left_alone():
     keys, lengths = torch.randn(1, 1, 4, 16), torch.tensor([[3]], dtype=torch.int32)
     state, count = make_state(keys, keys, lengths), torch.zeros(1, 1, dtype=torch.int64)
@@ -406,7 +446,9 @@ def test_slots_that_are_not_the_candidates_are_left_alone():
         torch.arange(4, dtype=torch.int32)[None, None],
         torch.tensor([[[True, False, True, False]]]),
     )
-    assert not compiled_slots.compact(state.exact, torch.tensor([[[True, False, True, False]]]), kept, None, count, None)
+    assert not compiled_slots.compact(
+        state.exact, torch.tensor([[[True, False, True, False]]]), kept, None, count, None
+    )
     assert lengths == 3 and count == 0
     valid = torch.tensor([[[True, True, True, False]]])
     assert compiled_slots.compact(state.exact, valid, kept, None, count, None)

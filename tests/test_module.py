@@ -420,11 +420,11 @@ def test_refused_when_called():
     other(*tokens(30, 1))
     raises("slots were saved", other.load_state_dict, module.state_dict())
     assert other.stored().tolist() == [[21, 21]]
-    for policy, correction, said in (
+    for chosen, correction, said in (
         ("momentkv", "auto", "policy 'keydiff' was saved, this module has 'momentkv'"),
         ("keydiff", "centroids", "centroids_count was saved as nothing, this module has"),
     ):
-        another = fresh(policy, small(tokens=20), evict_every=5, correction=correction)
+        another = fresh(chosen, small(tokens=20), evict_every=5, correction=correction)
         raises(said, another.load_state_dict, module.state_dict())
         assert another.state is None
 

@@ -113,7 +113,7 @@ class FastKV(Compressed, Generates):
 
 @contextmanager
 def placed(model: Any) -> Iterator[None]:
-    """Presses ask for `cache_position`, which layers are told by the transformers that kvpress pins, not by later ones."""
+    """Tell layers `cache_position`: presses ask for it, and transformers later than those that kvpress pins do not."""
 
     def tell(module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         ids, cache = named["input_ids"], named["past_key_values"]
