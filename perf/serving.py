@@ -4,8 +4,8 @@
     python -m perf.serving --model DIR --prompts 8192 --requests 16 --cache-mib 256
 
 Needs vLLM (`make test-vllm` makes an environment for a CPU: .venv-vllm/bin/python -m perf.serving). All requests of a
-case arrive at once; each engine runs in a process of its own. Writes <device>.json and a table. The machine
-should have nothing else to do: its load stands beside every number.
+case arrive at once. For each case the engines run one after the other, in processes of their own. Writes <device>.json
+and a table. The machine should have nothing else to do: its load stands beside every number.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -159,14 +160,17 @@ def write(path: Path, options: argparse.Namespace, rows: list[Row], words: Path)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run both engines, each in a process of its own."""
+    """Run both engines, in turn for each case, each in a process of its own."""
     how = {"policy": "fastkv", "budget": 1024, "block": 512, "prompts": [2048, 7680], "requests": [1, 16]}
     stored = {"slots": "auto", "heads": "calibrated", "cache_mib": 1024, "dtype": "float32"}
     options = parse("perf.serving", __doc__, arguments, **how, **stored, answer=256, batched=2048, compilation="{}")
     if options.engine:
         print(json.dumps(measure(options)))
         return
-    rows = [row for engine in (STOCK, OURS) for row in in_process("perf.serving", arguments, engine)]
+    given, rows = sys.argv[1:] if arguments is None else arguments, []
+    for prompt, requests in product(options.prompts, options.requests):
+        case = [*given, "--prompts", str(prompt), "--requests", str(requests)]
+        rows += [row for engine in (STOCK, OURS) for row in in_process("perf.serving", case, engine)]
     device = "gpu" if torch.cuda.is_available() else "cpu"
     write(options.output / f"{device}.json", options, rows, Path(__file__).with_suffix(".jinja"))
 
