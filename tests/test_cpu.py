@@ -13,7 +13,7 @@ from fastkv import cpu as compiled
 from fastkv import ops, reference
 from fastkv.cpu import operations as cpu
 from fastkv.cpu import slots as compiled_slots
-from fastkv.reference import Centroids, Moments, Selection, Slots, centroids, slot_format
+from fastkv.reference import Centroids, Moments, Selection, centroids, slot_format
 from fastkv.rotary import Rotary
 
 from .conftest import examples
@@ -355,87 +355,61 @@ def test_what_a_layer_chooses_from(batch, heads, slots, num, known, spread, seed
         assert got.dtype == want.dtype and torch.equal(got, want)
 
 
-@pytest.mark.skipif(not compiled.available("slots"), reason="it does not compile")
-@pytest.mark.parametrize("form", ["model", "int8", "fp8", "int4", "k8v4"])
-@pytest.mark.parametrize("shared", [False, True], ids=["equal", "unequal"])
-def test_a_first_block_is_stored_and_read(form, shared):
-    """As the reference does; tokens that leave are NaN, and rows lie as projections leave them."""
-    form, (batch, heads, num, dim) = slot_format(form), (2, 3, 40, 64)
-    keys, values = (torch.randn(batch, num, heads, dim).transpose(1, 2) for _ in range(2))
-    valid = (torch.rand(batch, num) < 0.9)[:, None].repeat(1, heads, 1)
-    kept = valid & (torch.rand(batch, heads, num) < 0.4)
-    keys.masked_fill_(~kept[..., None], torch.nan)
-    places, known = torch.arange(num, dtype=torch.int32).expand(batch, heads, num), torch.rand(batch, heads, num)
-    states, room = [], int(kept.sum(-1).max()) + 2
-    for module in (reference, cpu):
-        starts = (torch.arange(heads + 1, dtype=torch.int32) * room).repeat(batch, 1) if shared else None
-        place = (batch, heads * room) if shared else (batch, heads, room)
-        (k, k_scales), (v, v_scales) = (one.empty(place, dim, torch.float32, "cpu") for one in (form.keys, form.values))
-        state = make_state(k.fill_(3), v.fill_(3), torch.zeros(batch, heads, dtype=torch.int32))
-        positions, memory = torch.full(place, 7, dtype=torch.int32), torch.full(place, 7.0)
-        scales = {"key_scales": k_scales, "value_scales": v_scales}
-        state.exact = Slots(k, v, state.exact.lengths, positions, starts, None, memory, None, room, 0, dim, **scales)
-        state.exact = replace(state.exact, format=form, decodes_to=torch.float32)
-        selection = Selection(kept, kept.sum(-1))
-        module.compact(valid, selection, (keys, values, places), known, state, make_spec())
-        state.exact.filled = room
-        states.append(state)
-    want, got = states
-    assert torch.equal(got.exact.lengths, kept.sum(-1).int()) and torch.equal(got.seen, valid[:, 0].sum(-1))
-    assert torch.equal(got.moments.count, (valid & ~kept).sum(-1)) and torch.equal(want.seen, got.seen)
-    names = "keys", "values", "positions", "memory"
-    for scales in (got.exact.key_scales, got.exact.value_scales):  # what others have stored before
-        if scales is not None:
-            scales[scales == 0] = 1
-    told = cpu.read_slots(got.exact, names, torch.float32)
-    used, read = want.exact.valid, want.exact.read(*names)
-    if form.plain and not shared:
-        assert told is None
-        told = got.exact.read(*names)
-    for mine, theirs in zip(told, read, strict=True):
-        torch.testing.assert_close(mine[used], theirs[used], rtol=0, atol=1e-6)
-        assert mine[~used].count_nonzero() == 0 or not shared
-    assert (got.exact.memory.sum() - want.exact.memory.sum()).abs() < 1e-4
+STORED = [
+    *(("model", order) for order in (None, 0, 1)),
+    ("int8", 0),
+    *((name, None) for name in ("fp8", "int4", "k8v4")),
+]
 
 
 @pytest.mark.skipif(not compiled.available("slots"), reason="it does not compile")
-@pytest.mark.parametrize("order", [None, 0, 1])
-@pytest.mark.parametrize("form", ["model", "int8", "int4"])
+@pytest.mark.parametrize("held", [0, 16], ids=["first block", "later block"])
 @pytest.mark.parametrize("shared", [False, True], ids=["equal", "unequal"])
-def test_a_block_is_stored_behind_what_stays(form, shared, order):
-    """What the reference keeps, with what is known of it; tokens of the block that leave are NaN."""
+@pytest.mark.parametrize("form, order", STORED)
+def test_a_block_is_stored_behind_what_stays_and_read(form, order, shared, held):
+    """What the reference keeps, with what is known of it; tokens of the block that leave are NaN without moments, and
+    rows lie as projections leave them."""
     form, (batch, heads, num, dim, room) = slot_format(form), (2, 3, 20, 64, 24)
-    used, real = torch.tensor([[9, 16, 0], [3, 12, 7]], dtype=torch.int32), torch.rand(batch, num) < 0.9
-    rows, new = torch.randn(2, batch, heads, room, dim), torch.randn(2, batch, heads, num, dim)
-    known = torch.rand(batch, heads, 16 + num)
-    there = torch.cat([torch.arange(16) < used[..., None], real[:, None].expand(-1, heads, -1)], -1)
+    used = (torch.tensor([[9, 16, 0], [3, 12, 7]]) if held else torch.zeros(batch, heads)).int()
+    real, known = torch.rand(batch, num) < 0.9, torch.rand(batch, heads, held + num)
+    rows, new = torch.randn(2, batch, heads, room, dim), torch.randn(2, batch, num, heads, dim).transpose(2, 3)
+    there = torch.cat([torch.arange(held) < used[..., None], real[:, None].expand(-1, heads, -1)], -1)
     kept, states = there & (torch.rand(there.shape) < 0.5), []
     if order is None:
-        new[0].masked_fill_(~kept[..., 16:, None], torch.nan)
+        new[0].masked_fill_(~kept[..., held:, None], torch.nan)
+    block = *new, torch.arange(held, held + num, dtype=torch.int32).expand(batch, heads, num)
     for module in (reference, cpu):
-        pairs = [form.encode(part.clone()) for part in rows]
+        keys, values = (one.encode(part.clone()) for one, part in zip((form.keys, form.values), rows))
         places = torch.arange(room, dtype=torch.int32).repeat(batch, heads, 1)
         moments = Moments.empty(batch, heads, dim, dim, order=order)
-        state = make_state(*rows, used.clone(), places, torch.full((batch,), 16), moments)
-        slots = {"keys": pairs[0][0], "key_scales": pairs[0][1], "values": pairs[1][0], "value_scales": pairs[1][1]}
+        state = make_state(*rows, used.clone(), places, torch.full((batch,), held), moments)
+        slots = {"keys": keys[0], "key_scales": keys[1], "values": values[0], "value_scales": values[1]}
         state.exact = replace(state.exact, format=form, decodes_to=torch.float32, limit=-1, **slots)
         state = in_slab(state, [[room] * heads] * batch) if shared else state
-        state.exact.memory = torch.rand(batch, heads * room) if shared else torch.rand(batch, heads, room)
-        state.exact.limit, state.exact.filled = room, 16
-        block = *new, torch.arange(16, 16 + num, dtype=torch.int32).expand(batch, heads, num)
+        state.exact.memory = torch.rand(state.exact.positions.shape)
+        state.exact.limit, state.exact.filled = room, held
         module.compact(there, Selection(kept, kept.sum(-1)), block, known, state, make_spec(order=order))
         state.exact.filled = room
         states.append(state)
     want, got = states
-    assert torch.equal(got.exact.lengths, kept.sum(-1).int()) and torch.equal(got.seen, 16 + real.sum(-1))
+    assert torch.equal(got.exact.lengths, kept.sum(-1).int()) and torch.equal(got.seen, held + real.sum(-1))
     for one, other in zip(got.moments.tensors(), want.moments.tensors()):
         close(one, other, 2e-5)
+    assert not got.exact["memory"][~got.exact.valid].any()
+    for scales in (got.exact.key_scales, got.exact.value_scales):  # what others have stored before
+        if scales is not None:
+            scales[scales == 0] = 1
+    names = "keys", "values", "positions", "memory"
+    told = cpu.read_slots(got.exact, names, torch.float32)
+    if form.plain and not shared:
+        assert told is None
+        told = got.exact.read(*names)
     by = [reference.in_order(state.exact["positions"], state.exact.valid) for state in states]
     used = torch.arange(room) < got.exact.lengths[..., None]
-    for name in ("keys", "values", "positions", "memory"):
-        theirs, mine = (reference.rows_at(state.exact[name], order) for state, order in zip(states, by))
-        torch.testing.assert_close(mine[used], theirs[used], rtol=0, atol=1e-6)
-    assert abs(got.exact.memory.sum() - want.exact.memory.sum()) < 1e-4  # 0 in free slots
+    for theirs, mine in zip(want.exact.read(*names), told, strict=True):
+        found, expected = (reference.rows_at(part, order)[used] for part, order in ((mine, by[1]), (theirs, by[0])))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        assert mine[~got.exact.valid].count_nonzero() == 0 or not shared
 
 
 @pytest.mark.skipif(not compiled.available("slots"), reason="it does not compile")

@@ -240,7 +240,8 @@ class PagedLayer:
     def read(self, blocks: PagedBlocks, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Write the attention output of the next blocks of prompts into `out`; the state then includes them.
 
-        They are read in a copy of their pages, in as many launches whatever their number up to `at_once`.
+        On a GPU they are read in a copy of their pages, in as many launches whatever their number up to `at_once`; on a
+        CPU one after another, in place.
 
         Args: all tokens of the batch: q [N, Hq, D], k, v [N, Hkv, D], out [N, Hq, Dv].
         """
@@ -248,7 +249,6 @@ class PagedLayer:
             self._read(some, q, k, v, out)
 
     def _read(self, blocks: PagedBlocks, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        chosen = self.state.at(blocks.index)
         if self._in_pages:
             for i, (number, before) in enumerate(zip(blocks.lengths, blocks.before)):
                 row, first = int(blocks.index[i]), int(blocks.tokens[i, 0])
@@ -259,6 +259,7 @@ class PagedLayer:
                 result = self._absorbed(own, new_q, new_k, new_v, blocks.valid[i : i + 1, :number], before, own)
                 out[some] = result[0].transpose(0, 1)
             return
+        chosen = self.state.at(blocks.index)
         own, q, k, v = ops.read(chosen, self.rule.spec, q, k, v, blocks.tokens, self.rule.layout.fixed)
         result = self._absorbed(own, q, k, v, blocks.valid, max(blocks.before), chosen)
         ops.write(chosen, own, result, blocks.own, blocks.sequence, blocks.within, out)

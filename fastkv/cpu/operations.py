@@ -1,5 +1,5 @@
 """How a CPU does it fast: a decode step's attention where slots lie (`slots`), torch's fused attention for prompts,
-estimates of the evicted in few operators, evictions that touch only the tokens that leave.
+estimates of the evicted in few operators, evictions in place that touch only the tokens that leave.
 
 Each function has the arguments and results of the one of that name in `reference`, which says what they mean and does
 what cannot be done here. A CPU's tensors may be looked at without waiting for a device, so shapes here may follow their

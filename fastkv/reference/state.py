@@ -21,6 +21,7 @@ from .gather import pack, rows_at, slots_at, unpack
 from .moments import Evicted, Moments
 from .slots import PLAIN, SPECIFIED, Codec, SlotFormat, Stored
 
+STRETCHES = 1024  # of a state at once
 SCALES = {"keys": "key_scales", "values": "value_scales"}  # what belongs to codes
 
 
@@ -252,6 +253,7 @@ class LayerState:
             All others differ. With rows, tensors may be views of pages, whose first axis has a stride of its own.
         standing: what a backend has found out about these tensors, for the next step; None for nothing.
         pages: [P, bytes] uint8, of which all tensors are views; None where each lies by itself.
+        stretches: of pages, by their first and last row + 1, see `stretch`.
     """
 
     exact: Slots
@@ -265,6 +267,7 @@ class LayerState:
     rows: Tensor | None = None
     standing: Any = None
     pages: Tensor | None = None
+    stretches: dict[tuple[int, int], LayerState] = field(default_factory=dict, repr=False)
     BORROWED: ClassVar = ("sink_logits", "rows", "pages")  # that belong to the model, or to a batch, or hold the others
     SLABS: ClassVar = tuple(f"exact.{name}" for name in Slots.EVERY)  # where heads have unequally many slots
 
@@ -325,7 +328,8 @@ class LayerState:
 
     def shell(self) -> LayerState:
         """The same tensors in objects of their own, so that some may be replaced; for no chosen rows."""
-        own = replace(self, rows=None, pages=None, exact=replace(self.exact), moments=replace(self.moments))
+        own = replace(self, rows=None, pages=None, stretches={}, standing=None)
+        own.exact, own.moments = replace(self.exact), replace(self.moments)
         own.approx = None if self.approx is None else replace(self.approx)
         own.parts = copy.copy(self.parts)
         return own
@@ -356,10 +360,20 @@ class LayerState:
         return own
 
     def stretch(self, first: int, stop: int) -> LayerState:
-        """Rows [first, stop) by themselves: views, so that what happens to them happens here."""
-        own = self.shell()
-        for name, tensor in self.named_tensors():
-            own.replace(name, tensor[first:stop])
+        """Rows [first, stop) by themselves: views, so that what happens to them happens here. Of pages, whose place
+        never changes, they are made once.
+        """
+        own = self.stretches.get((first, stop))
+        if own is None:
+            own = self.shell()
+            for name, tensor in self.named_tensors():
+                own.replace(name, tensor[first:stop])
+            if self.pages is not None:
+                if len(self.stretches) == STRETCHES:
+                    self.stretches.clear()
+                self.stretches[first, stop] = own
+        for tier, slots in self.tiers.items():
+            own.tiers[tier].limit, own.tiers[tier].filled = slots.limit, slots.filled
         return own
 
     def each(self) -> Iterator[LayerState]:
