@@ -241,12 +241,10 @@ def compact(
         and unless `valid` are the slots in use, nothing happens.
     """
     used = valid.shape[-1] - (0 if block is None else block[0].shape[2])
-    parts = [None if one is None else (one[..., :used], one[..., used:]) for one in (valid, kept, known)]
-    (there, _), (stays, comes), (before, told) = (part or (None, None) for part in parts)
-    assert there is not None and stays is not None and comes is not None
-    leaving = _leaving(slots, there, stays, before, count) if used else None
-    coming = None if block is None else _coming(slots, comes, block, told, behind=used > 0)
-    if (leaving is None) > (used == 0) or (coming is None) > (block is None):
+    old, new = (None, None) if known is None else (known[..., :used], known[..., used:])
+    leaving = _leaving(slots, valid[..., :used], kept[..., :used], old, count) if used else None
+    coming = None if block is None else _coming(slots, kept[..., used:], block, new, behind=used > 0)
+    if (used and leaving is None) or (block is not None and coming is None):
         return False
     if leaving is not None and not cpu.call("slots", "leave_slots", leaving):
         return False
@@ -257,7 +255,7 @@ def compact(
 
 
 def _leaving(slots: Slots, valid: Tensor, kept: Tensor, known: Tensor | None, count: Tensor | None) -> Any:
-    """What the slots that leave are told to C++ with, None where it cannot be."""
+    """What C++ is told of the tokens in slots, as `compact` has them; None where it cannot do it."""
     memory = [] if known is None or slots.memory is None else [slots.memory]
     found = [rows_at(part, slots.starts is not None) for part in (*memory, *slots.moving().values())]
     parts = [part for part in found if part is not None]
@@ -310,7 +308,7 @@ def read(slots: Slots, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]
 
 
 def _coming(slots: Slots, kept: Tensor, block: Rows, known: Tensor | None, behind: bool) -> Any:
-    """Likewise of a block. Args: behind: whether it comes behind what is there; else the slots are empty."""
+    """Likewise of a block's. Args: behind: whether they come behind those in slots; else these are empty."""
     (keys, values, new), form, positions = block, slots.format, slots.positions
     if slots.values is None or positions is None or slots.bias is not None or not owned_as_expected(slots):
         return None
@@ -348,7 +346,7 @@ def owned_as_expected(slots: Slots) -> bool:
 
 
 def tell_owners(given: Any, slots: Slots) -> None:
-    """Where that is."""
+    """Tell C++ where that is."""
     given.lengths, given.length_stride = slots.lengths.data_ptr(), slots.lengths.stride(0)
     if slots.starts is not None:
         given.starts, given.start_stride = slots.starts.data_ptr(), slots.starts.stride(0)
