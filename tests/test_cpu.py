@@ -529,7 +529,7 @@ def test_no_token_is_lost_where_costs_overflow():
 @joins_compiled
 def test_a_prompt_joins_block_by_block(monkeypatch):
     monkeypatch.setattr(centroids, "BLOCK", 48)
-    monkeypatch.setattr(centroids, "GROUP", 16)
+    monkeypatch.setattr(centroids, "SEEDS", 16)
     for num, fresh in ((7, 100), (33, 96), (5, 49)):  # means in bf16, so that each block rounds
         mine = Centroids.empty(1, 2, num, 16, 16, dtype=torch.bfloat16)
         rows = leaving(1, 2, fresh, (16, 16), fresh, 0.9)
@@ -540,9 +540,9 @@ def test_a_prompt_joins_block_by_block(monkeypatch):
 
 
 @joins_compiled
-@pytest.mark.parametrize("num, fresh", [(90, 700), (9, 700), (9, 1100)])
+@pytest.mark.parametrize("num, fresh", [(150, 700), (9, 700), (9, 257), (140, 280)])
 def test_many_tokens_become_fewer_as_in_the_reference(num, fresh):
-    """700 and 350 of them, or then 175, too; so that there are at most ROOMY * 90 or GROUP."""
+    """To ROOMY * 150 parts, to SEEDS, or not at all."""
     mine = Centroids.empty(1, 2, num, 16, 16)
     rows = leaving(1, 2, fresh, (16, 16), 0, 1.1)
     want = mine.add(*rows)

@@ -78,18 +78,6 @@ def test_an_eviction(dim, dtype):
     check(parts_of(1, 1, 31, dim, 40), candidates(1, 1, 50, dim, (16,), dtype), 16)
 
 
-def test_a_head_that_is_done_reads_no_scratch(monkeypatch):
-    """While others still join, whatever numbers of somebody else's lie there; negative ones sort before all costs."""
-    parts, tokens = parts_of(1, 2, 63, 16, 0), candidates(1, 2, 130, 16, (100, 30))
-    want = joined("reference", parts, tokens, 100)
-    made = torch.empty
-    monkeypatch.setattr(module.torch, "empty", lambda *size, **how: made(*size, **how).fill_(-7))
-    state = make_state(tokens[0][:, :, :0], tokens[1][:, :, :0], torch.zeros(1, 2, dtype=torch.int32), parts=parts)
-    ops.remember(*tokens, 100, state, make_spec(correction="centroids", backend="triton"))
-    assert torch.equal(parts.count, want.count) and parts.count.sum() == 130
-    torch.testing.assert_close(parts.keys, want.keys, atol=2e-6, rtol=3e-6)
-
-
 @settings(max_examples=examples(60), deadline=None)
 @given(
     shape=st.sampled_from([(1, 1), (1, 2), (2, 1)]), num=st.sampled_from([1, 4, 7, 15, 31, 40]),
@@ -102,21 +90,16 @@ def test_any_eviction(shape, num, before, leave, dim, dtype, seed):
     check(parts_of(*shape, num, dim, before, seed), tokens, max(leave))
 
 
-@pytest.mark.parametrize("together, few", covering([16, 256], [0, 64], together=1))
-def test_rounds_over_several_programs(monkeypatch, together, few):
-    """Every way to do the rounds does the same ones."""
-    monkeypatch.setattr(module, "TOGETHER", together)
+@pytest.mark.parametrize("few", [0, 64], ids=["as of a prompt", "as while decoding"])
+def test_both_ways_to_join(monkeypatch, few):
     monkeypatch.setattr(module, "FEW", few)
     for leave, before in (((50, 7), 20), ((64, 0), 0)):
         check(parts_of(1, 2, 5, 48, before), candidates(1, 2, 90, 48, leave), 64)
 
 
-@pytest.mark.parametrize("chip", ["80", "90"])
-def test_tokens_that_are_close_to_each_other(monkeypatch, chip):
+def test_tokens_that_are_close_to_each_other(monkeypatch):
     """And far from their centre: which are closest is seen in the last bits of their products only."""
     monkeypatch.setattr(module, "FEW", 0)
-    monkeypatch.setattr(module, "TOGETHER", 16)
-    monkeypatch.setattr(module, "chip_of", lambda device: chip)
     keys, values, *rest = candidates(1, 1, 70, 64, (66,))
     side = 1 - 2 * (torch.arange(70) % 2)[None, None, :, None]
     keys, values = (side * normal(64, seed=seed) + 0.03 * rows for seed, rows in enumerate((keys, values)))
@@ -125,27 +108,34 @@ def test_tokens_that_are_close_to_each_other(monkeypatch, chip):
 
 def test_rounds_become_finer():
     """A head has so many centroids that a quarter of them join first, the other one few."""
-    check(parts_of(1, 2, 80, 16, 160), candidates(1, 2, 320, 16, (230, 20)), 230)
+    check(parts_of(1, 2, 110, 16, 220), candidates(1, 2, 320, 16, (230, 20)), 230)
 
 
-@pytest.mark.parametrize("num, leave, programs", [(5, (300, 256), 128), (5, (257, 1100), 1), (70, (600, 281), 2)])
-def test_many_tokens_become_fewer_in_groups(monkeypatch, num, leave, programs):
-    """A head halves its tokens once or more often, another one less often, by programs with one group or several."""
-    monkeypatch.setattr(module, "PROGRAMS", programs)
+@pytest.mark.parametrize("num, leave", [(5, (257, 256)), (5, (420, 0)), (140, (360, 281))])
+def test_many_tokens_become_means_of_those_around_seeds(num, leave):
+    """One head's tokens do, another's are few enough, or none."""
     total = max(leave)
     check(parts_of(1, 2, num, 16, 2 * num), candidates(1, 2, total + 20, 16, leave), total)
+
+
+def test_seeds_that_are_alike_stay_apart(monkeypatch):
+    """All tokens are the same: they choose the oldest seed, but seeds themselves. Then none is joined to another."""
+    monkeypatch.setattr(reference.centroids, "SEEDS", 1)
+    monkeypatch.setattr(reference.centroids, "ROOMY", 1)
+    keys, values, *rest = candidates(1, 1, 90, 16, (80,))
+    made = check(parts_of(1, 1, 16, 16, 0), (torch.ones_like(keys), torch.ones_like(values), *rest), 80)
+    assert made.count[0, 0].tolist() == [65] + [1] * 15
 
 
 def test_blocks_of_a_prompt(monkeypatch):
     """The same with blocks of few tokens, in kernels and reference."""
     monkeypatch.setattr(module, "BLOCK", 64)
     monkeypatch.setattr(reference.centroids, "BLOCK", 64)
-    monkeypatch.setattr(module, "TOGETHER", 16)
     check(parts_of(1, 2, 9, 32, 4), candidates(1, 2, 140, 32, (130, 65), torch.bfloat16), 130)
 
 
-def test_groups_of_blocks_of_a_prompt(monkeypatch):
-    """The second block is shorter than a group."""
+def test_seeds_of_blocks_of_a_prompt(monkeypatch):
+    """Of the second block one head has none, of the other's it keeps all tokens."""
     monkeypatch.setattr(module, "BLOCK", 300)
     monkeypatch.setattr(reference.centroids, "BLOCK", 300)
     check(parts_of(2, 1, 9, 16, 4), candidates(2, 1, 400, 16, (390, 301), torch.bfloat16), 390)

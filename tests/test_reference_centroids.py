@@ -116,32 +116,29 @@ def costs_of(n, k, v):
     return (n[:, None] * n / (n[:, None] + n) * apart).tolist()
 
 
-def test_many_tokens_become_fewer_in_groups(monkeypatch):
-    """Every second one joins the cheapest of the others in its group, until there are few enough."""
-    monkeypatch.setattr(centroids, "GROUP", 8)
+def test_tokens_join_their_nearest_seed():
+    """Seeds are evenly spread by age; heads with few tokens keep them as they are."""
     keys, values = pairs(45)
     sizes = torch.tensor([[45, 33, 24], [13, 12, 0]])
     tokens = torch.arange(45) < sizes[..., None]
     found = Centroids(
         tokens.double(), *(rows * tokens[..., None] for rows in (keys, values)), tokens.double() * 0
     ).thinned(12)
+    assert found.num == 12
     for row, head in itertools.product(range(2), range(3)):
-        parts = [[token] for token in range(sizes[row, head])]
-        while len(parts) > 12:
-            groups, parts = [parts[first : first + 8] for first in range(0, len(parts), 8)], []
-            for group in groups:
-                n = torch.tensor([float(len(part)) for part in group], dtype=F64)
-                k, v = (torch.stack([rows[row, head, part].mean(0) for part in group]) for rows in (keys, values))
-                cost = costs_of(n, k, v)
-                stay = [list(part) for part in group[::2]]
-                for one in range(1, len(group), 2):
-                    stay[min(range(0, len(group), 2), key=lambda to: cost[one][to]) // 2] += group[one]
-                parts += stay
-        number = len(parts)
-        assert found.count[row, head].tolist() == [float(len(part)) for part in parts] + [0.0] * (found.num - number)
-        if parts:
-            means = torch.stack([keys[row, head, part].mean(0) for part in parts])
-            torch.testing.assert_close(found.keys[row, head, :number], means)
+        size = int(sizes[row, head])
+        seeds = [place * size // 12 for place in range(12)] if size > 12 else list(range(size))
+        k, v = keys[row, head, :size], values[row, head, :size]
+        units = [(rows[seeds] - rows[seeds].mean(0)).square().sum(-1).mean() for rows in (k, v)]
+        parts = [[] for _ in seeds]
+        for token in range(size):
+            far = [sum((r[token] - r[seed]).square().sum() / unit for r, unit in zip((k, v), units)) for seed in seeds]
+            parts[min(range(len(seeds)), key=far.__getitem__)].append(token)
+        assert found.count[row, head].tolist() == [float(len(part)) for part in parts] + [0.0] * (12 - len(parts))
+        for place, part in enumerate(parts):
+            torch.testing.assert_close(found.keys[row, head, place], k[part].mean(0))
+            spread = (k[part] - k[part].mean(0)).square().mean(-1).sum()
+            torch.testing.assert_close(found.spread[row, head, place], spread)
 
 
 @given(num=st.integers(4, 12), more=st.integers(0, 20), half=st.integers(0, 1), seed=st.integers(0, 2**31))

@@ -16,7 +16,7 @@ struct Joining {
     const uint8_t* inside;
     int64_t key_strides[3], value_strides[3];
     int64_t batch, heads, num, fresh, key_dim, value_dim, halves, threads;
-    int64_t block, group, roomy, fine, medium, settled, step, turn;
+    int64_t block, seeds, roomy, fine, medium, settled, step, turn;
 };
 }
 
@@ -28,23 +28,30 @@ class Parts {
     const Joining& all;
     int64_t place, keys, width, used;  // keys: numbers before the values of a row
     // partners: the points of those that others may join, SIDE of them together (as in most_attended.cpp); inverse: 1 / count.
-    std::vector<float> count, spread, means, points, partners, squares, inverse, tokens, moved, before;
+    std::vector<float> count, spread, means, middle, points, partners, squares, inverse, tokens, moved, before;
+    float key_unit, value_unit;
+    std::vector<int64_t> listed, nearest;  // rows of tokens, and the part that each becomes one of
+
+    struct Pair {
+        float cost;
+        int64_t mover, partner;
+    };
 
     float* mean(int64_t part) { return &means[part * width]; }
     const float* mean(int64_t part) const { return &means[part * width]; }
 
-    // Of columns [from, to): what is away from the mean of all tokens, in units of their deviation.
-    void standardise(int64_t from, int64_t to, float total) {
-        std::vector<float> middle(to - from);
-        for (int64_t part = 0; part < used; ++part)
-            for (int64_t i = from; i < to; i += WIDE)
-                store(&middle[i - from], floats(&middle[i - from]) + count[part] * floats(mean(part) + i));
-        for (int64_t i = from; i < to; i += WIDE) store(&middle[i - from], floats(&middle[i - from]) / total);
+    // Of columns [from, to): what is away from the mean of all tokens, in units of their deviation, which it returns.
+    float standardise(int64_t from, int64_t to, float total) {
+        for (int64_t i = from; i < to; i += WIDE) {
+            Floats sum = {};
+            for (int64_t part = 0; part < used; ++part) sum += count[part] * floats(mean(part) + i);
+            store(&middle[i], sum / total);
+        }
         float variance = 0;
         for (int64_t part = 0; part < used; ++part) {
             Floats sum = {};
             for (int64_t i = from; i < to; i += WIDE) {
-                Floats away = floats(mean(part) + i) - floats(&middle[i - from]);
+                Floats away = floats(mean(part) + i) - floats(&middle[i]);
                 store(&points[part * width + i], away);
                 sum += away * away;
             }
@@ -54,51 +61,51 @@ class Parts {
         for (int64_t part = 0; part < used; ++part)
             for (int64_t i = from; i < to; i += WIDE)
                 store(&points[part * width + i], floats(&points[part * width + i]) * unit);
+        return unit;
     }
 
-    struct Pair {
-        float cost;
-        int64_t mover, partner;
-    };
+    void standardise() {
+        points.resize(used * width);
+        middle.resize(width);
+        float total = 0;
+        for (int64_t part = 0; part < used; ++part) total += count[part];
+        key_unit = standardise(0, keys, total);
+        value_unit = standardise(keys, width, total);
+    }
 
-    // The points of every second part from `first` on as `partners`, in whole vectors, with their squares and 1 / count.
+    // The points of `number` parts, part_of(column), as `partners`, in whole vectors, with their squares and 1 / count.
     // Columns without a part are infinitely far away.
-    int64_t line_up(int64_t first) {
-        int64_t number = (used - first + 1) / 2, columns = (number + SIDE - 1) / SIDE * SIDE;
-        std::fill(partners.begin(), partners.begin() + width * columns, 0.0f);
-        std::fill(squares.begin(), squares.begin() + columns, __builtin_inff());
-        std::fill(inverse.begin(), inverse.begin() + columns, 1.0f);
+    template <typename Column>
+    void line_up(int64_t number, const Column& part_of) {
+        const int64_t columns = (number + SIDE - 1) / SIDE * SIDE;
+        partners.assign(width * columns, 0.0f);
+        squares.assign(columns, __builtin_inff());
+        inverse.assign(columns, 1.0f);
         for (int64_t column = 0; column < number; ++column) {
-            int64_t part = first + 2 * column;
+            int64_t part = part_of(column);
             float* own = &partners[column / SIDE * SIDE * width + column % SIDE];
             for (int64_t i = 0; i < width; ++i) own[i * SIDE] = points[part * width + i];
-            squares[column] = square(part);
+            squares[column] = square(&points[part * width]);
             inverse[column] = 1 / count[part];
         }
-        return columns;
     }
 
-    float square(int64_t part) {
+    float square(const float* point) const {
         Floats sum = {};
-        for (int64_t i = 0; i < width; i += WIDE)
-            sum += floats(&points[part * width + i]) * floats(&points[part * width + i]);
+        for (int64_t i = 0; i < width; i += WIDE) sum += floats(point + i) * floats(point + i);
         return total_of(sum);
     }
 
-    // The cheapest partner of STACK movers, `mover`, `mover + 2`, ...: partner c is part `first + 2 c`.
-    void cheapest(int64_t mover, int64_t first, int64_t columns, Pair* best) {
-        const float* rows[STACK];
-        float own[STACK], shares[STACK];
+    // The cheapest partner of STACK movers, by their points and 1 / count: its column.
+    void cheapest(const float* const* rows, const float* shares, Pair* best) const {
+        float own[STACK];
         Native least[STACK];
         NativeInts which[STACK] = {};
         for (int64_t one = 0; one < STACK; ++one) {
-            int64_t part = std::min(mover + 2 * one, used - 1);  // the last tile may be cut short
-            rows[one] = &points[part * width];
-            own[one] = square(part);
-            shares[one] = 1 / count[part];
+            own[one] = square(rows[one]);
             least[one] = Native{} + __builtin_inff();
         }
-        for (int64_t column = 0; column < columns; column += SIDE) {
+        for (int64_t column = 0; column < int64_t(squares.size()); column += SIDE) {
             Products products = {};
             multiply(rows, &partners[column * width], width, products);
 #pragma GCC unroll 12
@@ -114,18 +121,27 @@ class Parts {
                 }
         }
         for (int64_t one = 0; one < STACK; ++one) {
-            best[one] = {__builtin_inff(), mover + 2 * one, first};  // where no cost is finite, no token may be lost
+            best[one].cost = __builtin_inff();
+            best[one].partner = 0;  // where no cost is finite, no token may be lost
             for (int64_t lane = 0; lane < NATIVE; ++lane) {
-                int64_t partner = first + 2 * (which[one][lane] + lane);
+                int64_t partner = which[one][lane] + lane;
                 bool earlier = least[one][lane] == best[one].cost && partner < best[one].partner;
-                if (least[one][lane] < best[one].cost || earlier)
-                    best[one] = {least[one][lane], best[one].mover, partner};
+                if (!(least[one][lane] < best[one].cost) && !earlier) continue;
+                best[one].cost = least[one][lane];
+                best[one].partner = partner;
             }
         }
     }
 
-    template <typename Pairs>
-    void merge(const Pairs& pairs) {
+    void copy(int64_t token, float* to) const {
+        auto row = [&](const float* rows, const int64_t* by) {
+            return rows + place / all.heads * by[0] + place % all.heads * by[1] + token * by[2];
+        };
+        std::copy_n(row(all.fresh_keys, all.key_strides), all.key_dim, to);
+        std::copy_n(row(all.fresh_values, all.value_strides), all.value_dim, to + keys);
+    }
+
+    void merge(const std::vector<Pair>& pairs) {
         tokens = count, moved = spread;
         before.assign(mean(0), mean(used));
         for (const auto& pair : pairs) tokens[pair.partner] += count[pair.mover];
@@ -189,26 +205,27 @@ class Parts {
         : all(all), place(place), keys(whole(all.key_dim)), width(keys + whole(all.value_dim)), used(0), count(room),
           spread(room), means(room * width) {}
 
-    void take(const Parts& others, int64_t from, int64_t end) {
-        std::copy_n(others.mean(from), (end - from) * width, mean(used));
-        for (int64_t part = from; part < end; ++part, ++used) {
-            count[used] = others.count[part];
-            spread[used] = others.spread[part];
-        }
+    void take(const Parts& others) {
+        std::copy_n(others.mean(0), others.used * width, mean(used));
+        std::copy_n(others.count.begin(), others.used, count.begin() + used);
+        std::copy_n(others.spread.begin(), others.used, spread.begin() + used);
+        used += others.used;
     }
 
-    // Of so many listed tokens those that leave.
+    // Of so many tokens those that leave, or as many seeds as there is room for, lined up for the others.
     void take_tokens(int64_t from, int64_t number) {
-        for (int64_t at = place * all.fresh + from; number--; ++at) {
-            if (!all.inside[at]) continue;
-            auto row = [&](const float* rows, const int64_t* by) {
-                return rows + place / all.heads * by[0] + place % all.heads * by[1] + all.index[at] * by[2];
-            };
-            std::copy_n(row(all.fresh_keys, all.key_strides), all.key_dim, mean(used));
-            std::copy_n(row(all.fresh_values, all.value_strides), all.value_dim, mean(used) + keys);
+        for (int64_t at = place * all.fresh + from; number--; ++at)
+            if (all.inside[at]) listed.push_back(all.index[at]);
+        const int64_t fresh = listed.size(), most = std::min<int64_t>(fresh, count.size());
+        for (; used < most; ++used) {
+            copy(listed[used * fresh / most], mean(used));
             count[used] = 1;
-            spread[used++] = 0;
+            spread[used] = 0;
         }
+        if (fresh == most) return listed.clear();
+        nearest.resize(fresh + STACK);
+        standardise();
+        line_up(most, [](int64_t column) { return column; });
     }
 
     void take_centroids() {
@@ -222,34 +239,75 @@ class Parts {
     }
 
     int64_t number() const { return used; }
-    void clear() { used = 0; }
+    int64_t waiting() const { return listed.size(); }  // for their nearest seed
 
-    void place_at(int64_t first, const Parts& others) {
-        std::copy_n(others.mean(0), others.used * width, mean(first));
-        std::copy_n(others.count.begin(), others.used, count.begin() + first);
-        std::copy_n(others.spread.begin(), others.used, spread.begin() + first);
+    // STACK tokens from this one on find it.
+    void choose(int64_t token) {
+        std::vector<float> buffer(STACK * width);
+        const float* rows[STACK];
+        float shares[STACK];
+        Pair best[STACK];
+        for (int64_t one = 0; one < STACK; ++one) {
+            float* point = &buffer[one * width];
+            rows[one] = point;
+            shares[one] = 1;
+            copy(listed[std::min<int64_t>(token + one, listed.size() - 1)], point);
+            for (int64_t i = 0; i < width; i += WIDE)
+                store(point + i, (floats(point + i) - floats(&middle[i])) * (i < keys ? key_unit : value_unit));
+        }
+        cheapest(rows, shares, best);
+        for (int64_t one = 0; one < STACK; ++one) nearest[token + one] = best[one].partner;
     }
 
-    void become(Parts& others, int64_t number) {
-        count.swap(others.count);
-        spread.swap(others.spread);
-        means.swap(others.means);
-        used = number;
+    // Seeds [first, end) become the mean of the tokens that chose them.
+    void gather(int64_t first, int64_t end) {
+        const int64_t fresh = listed.size();
+        std::vector<float> row(width);
+        auto each = [&](const auto& what) {
+            for (int64_t token = 0, seed = 0; token < fresh; ++token) {
+                const bool own = seed < used && token == seed * fresh / used;
+                const int64_t part = own ? seed++ : nearest[token];
+                if (part < first || part >= end) continue;
+                copy(listed[token], row.data());
+                what(part, mean(part));
+            }
+        };
+        std::fill(mean(first), mean(end), 0.0f);
+        std::fill(&count[first], &count[end], 0.0f);
+        each([&](int64_t part, float* sum) {
+            ++count[part];
+            for (int64_t i = 0; i < width; i += WIDE) store(sum + i, floats(sum + i) + floats(&row[i]));
+        });
+        for (int64_t part = first; part < end; ++part)
+            for (int64_t i = 0; i < width; i += WIDE) store(mean(part) + i, floats(mean(part) + i) / count[part]);
+        each([&](int64_t part, const float* middle) {
+            Floats sum = {};
+            for (int64_t i = 0; i < keys; i += WIDE) {
+                Floats away = floats(&row[i]) - floats(middle + i);
+                sum += away * away;
+            }
+            spread[part] += total_of(sum) / all.key_dim;
+        });
     }
 
     // Every second part, from `half` on, may join the part of the others that costs least; the cheapest `joins` do.
     void round(int64_t joins, int64_t half) {
-        points.resize(used * width);
-        partners.resize((used / 2 + 1 + SIDE) * width);
-        squares.resize(partners.size() / width);
-        inverse.resize(squares.size());
-        float total = 0;
-        for (int64_t part = 0; part < used; ++part) total += count[part];
-        standardise(0, keys, total);
-        standardise(keys, width, total);
-        int64_t columns = line_up(1 - half), movers = (used - half + 1) / 2;
+        standardise();
+        line_up((used + half) / 2, [&](int64_t column) { return 1 - half + 2 * column; });
+        const int64_t movers = (used - half + 1) / 2;
         std::vector<Pair> pairs(movers + STACK);
-        for (int64_t one = 0; one < movers; one += STACK) cheapest(half + 2 * one, 1 - half, columns, &pairs[one]);
+        for (int64_t first = 0; first < movers; first += STACK) {
+            const float* rows[STACK];
+            float shares[STACK];
+            for (int64_t one = 0; one < STACK; ++one) {
+                const int64_t part = std::min(half + 2 * (first + one), used - 1);  // the last tile may be cut short
+                pairs[first + one].mover = part;
+                rows[one] = &points[part * width];
+                shares[one] = 1 / count[part];
+            }
+            cheapest(rows, shares, &pairs[first]);
+        }
+        for (Pair& pair : pairs) pair.partner = 1 - half + 2 * pair.partner;
         pairs.resize(movers);
         std::stable_sort(pairs.begin(), pairs.end(), [](const Pair& a, const Pair& b) { return a.cost < b.cost; });
         pairs.resize(joins);
@@ -270,55 +328,44 @@ class Parts {
     }
 };
 
-int64_t few_enough(const Joining& all) { return std::max(all.group, all.roomy * all.num); }
-
-// `Centroids.thinned` of every head's tokens: groups are shared among the threads, of which heads are too few.
+// `Centroids.thinned` of every head's tokens, shared by all threads: heads are too few.
 void thin(std::vector<Parts>& heads, const Joining& all) {
-    struct Group {
-        int64_t head, from, end;
-    };
-    for (std::vector<Parts> halves;;) {
-        std::vector<Group> groups;
-        for (int64_t head = 0; head < int64_t(heads.size()); ++head)
-            if (const int64_t end = heads[head].number(); end > few_enough(all))
-                for (int64_t from = 0; from < end; from += all.group)
-                    groups.push_back({head, from, std::min(from + all.group, end)});
-        if (groups.empty()) return;
-        for (size_t head = 0; head < heads.size(); ++head)
-            if (halves.size() <= head) halves.emplace_back(all, head, (heads[head].number() + 1) / 2);
-#pragma omp parallel num_threads(all.threads)
-        {
-            Parts some(all, 0, all.group);
-#pragma omp for schedule(dynamic)
-            for (size_t i = 0; i < groups.size(); ++i) {
-                const Group& one = groups[i];
-                some.clear();
-                some.take(heads[one.head], one.from, one.end);
-                some.round(some.number() / 2, 1);
-                halves[one.head].place_at(one.from / 2, some);
-            }
+    const int64_t share = 16;  // of seeds
+    std::vector<std::pair<Parts*, int64_t>> choices, seeds;
+    for (Parts& head : heads)
+        if (head.waiting()) {
+            for (int64_t token = 0; token < head.waiting(); token += STACK) choices.push_back({&head, token});
+            for (int64_t seed = 0; seed < head.number(); seed += share) seeds.push_back({&head, seed});
         }
-        for (const Group& one : groups)
-            if (!one.from) heads[one.head].become(halves[one.head], (heads[one.head].number() + 1) / 2);
+    if (choices.empty()) return;
+#pragma omp parallel num_threads(all.threads)
+    {
+#pragma omp for
+        for (size_t i = 0; i < choices.size(); ++i) choices[i].first->choose(choices[i].second);
+#pragma omp for
+        for (size_t i = 0; i < seeds.size(); ++i) {
+            auto [head, seed] = seeds[i];
+            head->gather(seed, std::min(seed + share, head->number()));
+        }
     }
 }
 
 }  // namespace
 
 extern "C" void join_centroids(const Joining* all) {
-    const int64_t places = all->batch * all->heads;
+    const int64_t places = all->batch * all->heads, most = std::max(all->seeds, all->roomy * all->num);
     for (int64_t from = 0; from < all->fresh; from += all->block) {
         const int64_t number = std::min(all->block, all->fresh - from);
         std::vector<Parts> fresh;
-        for (int64_t place = 0; place < places; ++place) fresh.emplace_back(*all, place, number);
-#pragma omp parallel for num_threads(number > few_enough(*all) ? all->threads : 1)
+        for (int64_t place = 0; place < places; ++place) fresh.emplace_back(*all, place, std::min(number, most));
+#pragma omp parallel for num_threads(number > most ? all->threads : 1)
         for (int64_t place = 0; place < places; ++place) fresh[place].take_tokens(from, number);
         thin(fresh, *all);
 #pragma omp parallel for num_threads(all->threads) schedule(dynamic)
         for (int64_t place = 0; place < places; ++place) {
             Parts total(*all, place, all->num + fresh[place].number());
             total.take_centroids();
-            total.take(fresh[place], 0, fresh[place].number());
+            total.take(fresh[place]);
             total.join();
         }
     }

@@ -463,7 +463,7 @@ def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: f
 
 # Compiled from joins.cpp and most_attended.cpp on first use.
 
-CONSTANTS = ("BLOCK", "GROUP", "ROOMY", "FINE", "MEDIUM", "SETTLED", "STEP", "TURN")  # of `Centroids.add`
+CONSTANTS = ("BLOCK", "SEEDS", "ROOMY", "FINE", "MEDIUM", "SETTLED", "STEP", "TURN")  # of `Centroids.add`
 
 
 def join(parts: Centroids, keys: Tensor, values: Tensor, index: Tensor, inside: Tensor) -> None:

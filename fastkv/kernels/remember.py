@@ -9,15 +9,12 @@ tokens do not change by merging, so each set of tokens that joins at once is cen
 Rows of a working set stay where they are in scratch; `order` lists those in use by age, and every program that writes a
 row of a partner only reads rows of movers. So nothing is atomic, and the same tokens always give the same bits.
 
-Products of coordinates have to be as exact as in fp32, and tensor cores multiply bf16. So `_put` splits each
-coordinate, away from the centre, into a sum of three: once, and again when something joins its row. A round only reads
-them.
+Coordinates are compared away from a centre, so that their products lose no digits.
 
-Launches: one where few tokens leave (an eviction while decoding), whose programs own a head. For a prompt, per BLOCK
-tokens, one or more that list them and halve their groups, which programs own; one that gathers what is left, whose
-programs own columns; one that splits it; two a round, whose programs own movers (offers) and partners (merges), down to
-TOGETHER centroids; and one for all rounds from there, again one program a head. Bytes per token and head: 4 (Dk + Dv)
-written in all halvings; in a round of u, 6 u^2 (Dk + Dv) / 128 read from L2.
+Launches: one where few tokens leave (an eviction while decoding), one program a head. For a prompt, one that orders
+them and, per BLOCK of them, three: each token finds its nearest seed, one program for SEEKING of them; seeds become
+means, one program for RECEIVERS of them; parts join the centroids, one program a head. Numbers read from L2 per token
+and head: (Dk + Dv) SEEDS / RECEIVERS, twice, and 2 (Dk + Dv) SEEDS / SEEKING; in a round of u, u^2 (Dk + Dv) / 64.
 
 Does not handle: means that are neither bf16 nor fp32, head_dim above 256.
 """
@@ -33,31 +30,28 @@ from torch import Tensor
 
 from ..errors import check_shape
 from ..reference import Centroids, LayerState, Spec
-from ..reference.centroids import BLOCK, FINE, GROUP, MEDIUM, ROOMY, SETTLED, STEP, TURN, few_enough, left_of
+from ..reference.centroids import BLOCK, FINE, MEDIUM, SETTLED, STEP, TURN, few_enough
 from ._arguments import EvictedPointers, View
-from ._attention import _barrier, _dot, _home, _page, _sum_products
+from ._attention import _barrier, _dot32, _home, _page, _sum_products
 from ._launch import (
     cdiv,
     check_centroids,
     check_head_dim,
     check_like,
     check_rows,
-    chip_of,
     on_hip,
     pow2,
     stages,
 )
 from .slot_signals import in_order
 
-TOGETHER = 144  # centroids of a head from which on one program does all rounds: launches would take longer
 FEW = 64  # tokens that one program lists, and joins if there is room for their centroids
 ALONE = 1024  # centroids and tokens that one program joins
+SEEKING = 64  # tokens that a program finds seeds for
 MANY = 128  # movers that four warps compare, a fourth of rows beyond 64 columns
-PROGRAMS = 128  # that halve groups at once, each with scratch of its own
 # One compilation for all of them.
-VARYING = ["N", "num", "most", "first", "level", "half", "stride_i", "stride_pb", "stride_ph", "page"]
+VARYING = ["N", "num", "few", "first", "block", "stride_i", "stride_pb", "stride_ph", "page"]
 END, MIDDLE, SMALL = tl.constexpr(FINE), tl.constexpr(MEDIUM), tl.constexpr(SETTLED)
-FEWEST, ROOM = tl.constexpr(GROUP), tl.constexpr(ROOMY)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 LAST = tl.constexpr(2**31 - 1)
 PER_TOKEN, PER_COLUMN = tl.constexpr(STEP), tl.constexpr(TURN)
@@ -68,7 +62,7 @@ class Tile(NamedTuple):
 
     Attributes: DK, DV: numbers of a key and a value; BK, BV: padded.  R: tokens listed at most.  LANES: movers, or
         centroids, at a time.  MOVERS, PARTNERS, DIMS: of offers at a time, dimensions of them.  RECEIVERS: partners
-        merged at a time.  SLICE, ROWS: columns gathered by a program, and rows at a time.  SCAN: candidates looked at.
+        merged at a time.  TOKENS: that look for their seed, or are added up, at a time.  SCAN: candidates looked at.
     """
 
     HEADS: int
@@ -80,10 +74,9 @@ class Tile(NamedTuple):
     R: int = 16
     MOVERS: int = 16
     PARTNERS: int = 64
-    DIMS: int = 64
+    DIMS: int = 32
     RECEIVERS: int = 16
-    SLICE: int = 32
-    ROWS: int = 64
+    TOKENS: int = 32
     SCAN: int = 1024
 
     @classmethod
@@ -93,17 +86,14 @@ class Tile(NamedTuple):
 
 
 class Room(NamedTuple):
-    """A head's scratch: keys [rows, DK], values [rows, DV], both as `_put` splits them, centre [DK + DV], then sizes,
-    spreads, two lists of rows by age, offers and who they are for, squared lengths of keys and of values from the
-    centre, each [rows], and notes [16].
+    """A head's scratch: keys [rows, DK], values [rows, DV], centre [DK + DV], then sizes, spreads, two lists of rows by
+    age, offers and who they are for, squared lengths of keys and of values from the centre, each [rows].
 
-    Rows are multiples of 16, indices are stored as floats. Notes: in use (two), tokens.
+    Rows are multiples of 16, indices are stored as floats.
     """
 
     keys_ptr: Any
     values_ptr: Any
-    split_keys_ptr: Any
-    split_values_ptr: Any
     centre_ptr: Any
     sizes_ptr: Any
     spreads_ptr: Any
@@ -112,7 +102,6 @@ class Room(NamedTuple):
     partners_ptr: Any
     far_keys_ptr: Any
     far_values_ptr: Any
-    notes_ptr: Any
 
 
 @triton.jit
@@ -120,16 +109,13 @@ def _room(room_ptr, pair, rows, TILE: tl.constexpr):
     """Where the scratch of a pair is; see `room_size`."""
     DK: tl.constexpr = TILE.DK
     DV: tl.constexpr = TILE.DV
-    keys = room_ptr + pair * (rows // 2 * (5 * (DK + DV) + 16) + DK + DV + 16)
+    keys = room_ptr + pair * (rows * (DK + DV + 8) + DK + DV)
     values = keys + rows * DK
-    split_keys = values + rows * DV
-    split_values = split_keys + rows // 2 * 3 * DK
-    centre = split_values + rows // 2 * 3 * DV
+    centre = values + rows * DV
     sizes = centre + DK + DV
     return Room(
-        keys, values, split_keys.to(tl.pointer_type(tl.bfloat16), bitcast=True),
-        split_values.to(tl.pointer_type(tl.bfloat16), bitcast=True), centre, sizes, sizes + rows, sizes + 2 * rows,
-        sizes + 4 * rows, sizes + 5 * rows, sizes + 6 * rows, sizes + 7 * rows, sizes + 8 * rows,
+        keys, values, centre, sizes, sizes + rows, sizes + 2 * rows, sizes + 4 * rows, sizes + 5 * rows,
+        sizes + 6 * rows, sizes + 7 * rows,
     )  # fmt: skip
 
 
@@ -151,56 +137,40 @@ def _keep(base_ptr, row, inside, cols, x, size, D: tl.constexpr):
 
 
 @triton.jit
-def _put(split_ptr, far_ptr, centre_ptr, row, inside, cols, x, D: tl.constexpr):
-    """Store rows x [R, C], away from the centre, as sums of three bf16 numbers each, and their squared lengths.
-
-    Products of these on tensor cores are as exact as in fp32. They are compared many times, and split once.
-    """
+def _put_far(far_ptr, centre_ptr, row, inside, cols, x, D: tl.constexpr):
+    """Store the squared lengths of rows x [R, C] from the centre."""
     middle = tl.load(centre_ptr + cols, mask=cols < D, other=0.0)[None, :]
-    mask = inside[:, None] & (cols < D)[None, :]
-    away = tl.where(mask, x - middle, 0.0)
-    high = away.to(tl.bfloat16)
-    rest = away - high.to(tl.float32)
-    medium = rest.to(tl.bfloat16)
-    place = split_ptr + row[:, None] * (3 * D) + cols[None, :]
-    tl.store(place, high, mask=mask)
-    tl.store(place + D, medium, mask=mask)
-    tl.store(place + 2 * D, (rest - medium.to(tl.float32)).to(tl.bfloat16), mask=mask)
+    away = tl.where(inside[:, None] & (cols < D)[None, :], x - middle, 0.0)
     tl.store(far_ptr + row, _sum_products(away, away), mask=inside)
 
 
 @triton.jit
-def _split(split_ptr, row, inside, cols, D: tl.constexpr):
-    """The three numbers of each coordinate that `_put` stores, the largest first; zero where not inside."""
-    place = split_ptr + row[:, None] * (3 * D) + cols[None, :]
-    mask = inside[:, None] & (cols < D)[None, :]
-    high, medium = tl.load(place, mask=mask, other=0.0), tl.load(place + D, mask=mask, other=0.0)
-    return high, medium, tl.load(place + 2 * D, mask=mask, other=0.0)
-
-
-@triton.jit
-def _products(split_ptr, own, owns, other, others, D: tl.constexpr, TILE: tl.constexpr):
-    """Scalar products [MOVERS, PARTNERS] of own and other rows, away from the centre; the smallest terms first."""
+def _products(base_ptr, centre_ptr, own, owns, other, others, D: tl.constexpr, TILE: tl.constexpr):
+    """Scalar products [MOVERS, PARTNERS] of own and other rows, away from the centre."""
     MOVERS: tl.constexpr = TILE.MOVERS
     PARTNERS: tl.constexpr = TILE.PARTNERS
     DIMS: tl.constexpr = TILE.DIMS
     dots = tl.zeros([MOVERS, PARTNERS], tl.float32)
     for first in range(0, D, DIMS):
         cols = first + tl.arange(0, DIMS)
-        high, medium, low = _split(split_ptr, own, owns, cols, D)
-        their_high, their_medium, their_low = _split(split_ptr, other, others, cols, D)
-        dots += _dot(low, tl.trans(their_high))
-        dots += _dot(medium, tl.trans(their_medium))
-        dots += _dot(high, tl.trans(their_low))
-        dots += _dot(medium, tl.trans(their_high))
-        dots += _dot(high, tl.trans(their_medium))
-        dots += _dot(high, tl.trans(their_high))
+        middle = tl.load(centre_ptr + cols, mask=cols < D, other=0.0)[None, :]
+        mine, theirs = _tile(base_ptr, own, owns, cols, D), _tile(base_ptr, other, others, cols, D)
+        dots += _dot32(mine - middle, tl.trans(theirs - middle))
     return dots
+
+
+@triton.jit
+def _cheaper(least, best, cost, partner):
+    """The cheapest so far of each row of costs, and its partner, the oldest of equals, which have come before."""
+    low = tl.min(cost, 1)
+    oldest = tl.min(tl.where(cost == low[:, None], partner[None, :], LAST), 1)
+    return tl.minimum(low, least), tl.where(low < least, oldest, best)
 
 
 @triton.jit
 def _offer(room, order_ptr, first, used, half, scale_k, scale_v, TILE: tl.constexpr):
     """Write the cheapest merge of movers [first, first + MOVERS) and the partner it is with, the oldest of equals."""
+    DK: tl.constexpr = TILE.DK
     MOVERS: tl.constexpr = TILE.MOVERS
     PARTNERS: tl.constexpr = TILE.PARTNERS
     mover = first + tl.arange(0, MOVERS)
@@ -218,25 +188,19 @@ def _offer(room, order_ptr, first, used, half, scale_k, scale_v, TILE: tl.conste
         other = tl.load(order_ptr + 1 - half + 2 * partner, mask=others, other=0.0).to(tl.int32)
         theirs = scale_k * tl.load(room.far_keys_ptr + other, mask=others, other=0.0)
         theirs += scale_v * tl.load(room.far_values_ptr + other, mask=others, other=0.0)
-        dots = scale_k * _products(room.split_keys_ptr, own, owns, other, others, TILE.DK, TILE)
-        dots += scale_v * _products(room.split_values_ptr, own, owns, other, others, TILE.DV, TILE)
+        dots = scale_k * _products(room.keys_ptr, room.centre_ptr, own, owns, other, others, DK, TILE)
+        dots += scale_v * _products(room.values_ptr, room.centre_ptr + DK, own, owns, other, others, TILE.DV, TILE)
         distance = tl.maximum(-2 * dots + ours[:, None] + theirs[None, :], 0.0)
         cost = distance / (share[:, None] + 1 / tl.load(room.sizes_ptr + other, mask=others, other=1.0)[None, :])
         cost = tl.where(others[None, :], cost, float("inf"))
-        low = tl.min(cost, 1)
-        oldest = tl.min(tl.where(cost == low[:, None], partner[None, :], LAST), 1)
-        best = tl.where(low < least, oldest, best)
-        least = tl.minimum(low, least)
+        least, best = _cheaper(least, best, cost, partner)
     tl.store(room.offers_ptr + mover, least, mask=owns)
     tl.store(room.partners_ptr + mover, best.to(tl.float32), mask=owns)
 
 
 @triton.jit
 def _accepted(offers_ptr, movers, joins, LANES: tl.constexpr):
-    """Which movers [LANES] make the `joins` cheapest offers, the oldest of equals: costs sort like their bits.
-
-    Of a head that is done, where nothing joins, nobody has written offers.
-    """
+    """Which movers [LANES] make the `joins` cheapest offers, the oldest of equals: costs sort like their bits."""
     mover = tl.arange(0, LANES)
     cost = tl.load(offers_ptr + mover, mask=mover < movers, other=float("inf")).to(tl.int32, bitcast=True)
     cost = tl.where(mover < movers, cost, LAST)
@@ -246,7 +210,7 @@ def _accepted(offers_ptr, movers, joins, LANES: tl.constexpr):
         last = tl.where(tl.sum((cost < more).to(tl.int32), 0) < joins, more, last)
     cheaper, equal = (cost < last).to(tl.int32), (cost == last).to(tl.int32)
     left = joins - tl.sum(cheaper, 0)
-    return (joins > 0) & ((cheaper != 0) | ((equal != 0) & (tl.cumsum(equal, 0) <= left)))
+    return (cheaper != 0) | ((equal != 0) & (tl.cumsum(equal, 0) <= left))
 
 
 @triton.jit
@@ -291,8 +255,8 @@ def _receive(room, order_ptr, target, first, used, half, TILE: tl.constexpr):
     far = row.to(tl.int64)[:, None]
     tl.store(room.keys_ptr + far * DK + dk[None, :], k, mask=changed[:, None] & (dk < DK)[None, :])
     tl.store(room.values_ptr + far * DV + dv[None, :], v, mask=changed[:, None] & (dv < DV)[None, :])
-    _put(room.split_keys_ptr, room.far_keys_ptr, room.centre_ptr, row, changed, dk, k, DK)
-    _put(room.split_values_ptr, room.far_values_ptr, room.centre_ptr + DK, row, changed, dv, v, DV)
+    _put_far(room.far_keys_ptr, room.centre_ptr, row, changed, dk, k, DK)
+    _put_far(room.far_values_ptr, room.centre_ptr + DK, row, changed, dv, v, DV)
 
 
 @triton.jit
@@ -313,30 +277,33 @@ def _age(order_ptr, next_ptr, accepted, used, half, LANES: tl.constexpr):
 def _joins(used, num):
     """How many merge in a round."""
     share = tl.where(used <= SMALL, END, MIDDLE)
-    return tl.maximum(tl.minimum(used - num, tl.maximum(used // share, 1)), 0)
+    return tl.minimum(used - num, tl.maximum(used // share, 1))
 
 
 @triton.jit
-def _scales(room, order_ptr, used, tokens, SCAN: tl.constexpr):
+def _scales(room, order_ptr, used, SCAN: tl.constexpr):
     """What squared distances of keys and of values are multiplied with: one over their variance."""
+    tokens = tl.zeros([SCAN], tl.float32)
     keys = tl.zeros([SCAN], tl.float32)
     values = tl.zeros([SCAN], tl.float32)
     for first in range(0, used, SCAN):
         place = first + tl.arange(0, SCAN)
         row = tl.load(order_ptr + place, mask=place < used, other=0.0).to(tl.int32)
         size = tl.load(room.sizes_ptr + row, mask=place < used, other=0.0)
+        tokens += size
         keys += size * tl.load(room.far_keys_ptr + row, mask=place < used, other=0.0)
         values += size * tl.load(room.far_values_ptr + row, mask=place < used, other=0.0)
-    number = tl.maximum(tokens, 1.0)
+    number = tl.maximum(tl.sum(tokens, 0), 1.0)
     return 1 / tl.maximum(tl.sum(keys, 0) / number, TINY), 1 / tl.maximum(tl.sum(values, 0) / number, TINY)
 
 
 @triton.jit
-def _settle(room, parts, own, rows, num, used, tokens, half, TILE: tl.constexpr, HIP: tl.constexpr):
-    """All rounds of a head that are left, and its centroids written to where they are kept, as those of pair `own`."""
+def _settle(room, parts, own, rows, num, used, TILE: tl.constexpr, HIP: tl.constexpr):
+    """All rounds of a head, and its centroids written to where they are kept, as those of pair `own`."""
+    half = tl.zeros([], tl.int32)
     while used > num:
         order, joins = room.orders_ptr + half * rows, _joins(used, num)
-        scale_k, scale_v = _scales(room, order, used, tokens, TILE.LANES)
+        scale_k, scale_v = _scales(room, order, used, TILE.LANES)
         movers = (used + 1 - half) // 2
         for first in range(0, movers, TILE.MOVERS):
             _offer(room, order, first, used, half, scale_k, scale_v, TILE)
@@ -370,21 +337,9 @@ def _store(room, order_ptr, parts, base, first, num, used, TILE: tl.constexpr):
 
 
 @triton.jit
-def _place(room, first, end, TILE: tl.constexpr):
-    """Split rows [first, first + RECEIVERS) of the working set, of `end`, whose centre is known by now."""
-    DK: tl.constexpr = TILE.DK
-    DV: tl.constexpr = TILE.DV
-    dk, dv = tl.arange(0, TILE.BK), tl.arange(0, TILE.BV)
-    row = first + tl.arange(0, TILE.RECEIVERS)
-    k, v = _tile(room.keys_ptr, row, row < end, dk, DK), _tile(room.values_ptr, row, row < end, dv, DV)
-    _put(room.split_keys_ptr, room.far_keys_ptr, room.centre_ptr, row, row < end, dk, k, DK)
-    _put(room.split_values_ptr, room.far_values_ptr, room.centre_ptr + DK, row, row < end, dv, v, DV)
-
-
-@triton.jit
 def _list_used(parts, room, own, num, LANES: tl.constexpr):
-    """Copy sizes and spreads of a head's centroids and list those in use. Returns: how many, and their tokens."""
-    used, tokens = tl.zeros([], tl.int32), tl.zeros([], tl.float32)
+    """Copy sizes and spreads of a head's centroids and list those in use. Returns: how many."""
+    used = tl.zeros([], tl.int32)
     for first in range(0, num, LANES):
         part = first + tl.arange(0, LANES)
         size = tl.load(parts.sizes_ptr + own * num + part, mask=part < num, other=0.0)
@@ -394,8 +349,54 @@ def _list_used(parts, room, own, num, LANES: tl.constexpr):
         tl.store(room.spreads_ptr + part, spread, mask=part < num)
         tl.store(room.orders_ptr + used + tl.cumsum(some, 0) - 1, part.to(tl.float32), mask=some != 0)
         used += tl.sum(some, 0)
-        tokens += tl.sum(size, 0)
-    return used, tokens
+    return used
+
+
+@triton.jit
+def _centre(base_ptr, centre_ptr, parts_ptr, sizes_ptr, own, num, total, D: tl.constexpr, TILE: tl.constexpr):
+    """Copy a head's centroids to the first `num` rows, before those that come, and write the mean of all `total`."""
+    DIMS: tl.constexpr = TILE.DIMS
+    RECEIVERS: tl.constexpr = TILE.RECEIVERS
+    for first in range(0, D, DIMS):
+        cols = first + tl.arange(0, DIMS)
+        sums, tokens = tl.zeros([DIMS], tl.float32), tl.zeros([], tl.float32)
+        for start in range(0, total, RECEIVERS):
+            row = start + tl.arange(0, RECEIVERS)
+            known = _tile(parts_ptr + own * num * D, row, row < num, cols, D)
+            place = base_ptr + row.to(tl.int64)[:, None] * D + cols[None, :]
+            tl.store(place, known, mask=(row < num)[:, None] & (cols < D)[None, :])
+            x = tl.where((row < num)[:, None], known, _tile(base_ptr, row, (row >= num) & (row < total), cols, D))
+            size = tl.load(sizes_ptr + row, mask=row < total, other=0.0)
+            sums += tl.sum(x * size[:, None], 0)
+            tokens += tl.sum(size, 0)
+        tl.store(centre_ptr + cols, sums / tl.maximum(tokens, 1.0), mask=cols < D)
+
+
+@triton.jit
+def _join(room, parts, own, rows, num, coming, TILE: tl.constexpr, HIP: tl.constexpr):
+    """What comes, oldest first in rows from `num` on with sizes and spreads, joins the centroids of pair `own`."""
+    DK: tl.constexpr = TILE.DK
+    DV: tl.constexpr = TILE.DV
+    RECEIVERS: tl.constexpr = TILE.RECEIVERS
+    used = _list_used(parts, room, own, num, TILE.LANES)
+    for start in range(0, coming, TILE.LANES):
+        lane = start + tl.arange(0, TILE.LANES)
+        tl.store(room.orders_ptr + used + lane, (num + lane).to(tl.float32), mask=lane < coming)
+    _barrier(HIP)  # sizes are read by other threads than wrote them
+    _centre(room.keys_ptr, room.centre_ptr, parts.key_mean_ptr, room.sizes_ptr, own, num, num + coming, DK, TILE)
+    _centre(
+        room.values_ptr, room.centre_ptr + DK, parts.value_mean_ptr, room.sizes_ptr, own, num, num + coming, DV, TILE
+    )
+    _barrier(HIP)  # and so are rows and their centre
+    dk, dv = tl.arange(0, TILE.BK), tl.arange(0, TILE.BV)
+    for first in range(0, num + coming, RECEIVERS):
+        row = first + tl.arange(0, RECEIVERS)
+        there = row < num + coming
+        _put_far(room.far_keys_ptr, room.centre_ptr, row, there, dk, _tile(room.keys_ptr, row, there, dk, DK), DK)
+        v = _tile(room.values_ptr, row, there, dv, DV)
+        _put_far(room.far_values_ptr, room.centre_ptr + DK, row, there, dv, v, DV)
+    _barrier(HIP)  # and their lengths
+    _settle(room, parts, own, rows, num, used + coming, TILE, HIP)
 
 
 class Leaving(NamedTuple):
@@ -420,29 +421,6 @@ def _list_leaving(candidates, listed, row, N, R: tl.constexpr, SCAN: tl.constexp
     return tl.minimum(gone, R)
 
 
-@triton.jit
-def _fill(
-    base_ptr, centre_ptr, parts_ptr, new_ptr, index, to, live, own, num, tokens, stride_t,
-    sizes, D: tl.constexpr, R: tl.constexpr, SLICE: tl.constexpr,
-):  # fmt: skip
-    """Rows of the working set: the centroids, then R candidates `index`, of row `to` each; and their centre."""
-    for first in range(0, D, SLICE):
-        cols = first + tl.arange(0, SLICE)
-        x = tl.load(
-            new_ptr + index.to(tl.int64)[:, None] * stride_t + cols[None, :],
-            mask=live[:, None] & (cols < D)[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        mask = live[:, None] & (cols < D)[None, :]
-        tl.store(base_ptr + (num + to)[:, None] * D + cols[None, :], x, mask=mask)
-        total = tl.sum(x, 0)
-        for start in range(0, num, R):
-            part = start + tl.arange(0, R)
-            x = _tile(parts_ptr + own * num * D, part, part < num, cols, D)
-            tl.store(base_ptr + part[:, None] * D + cols[None, :], x, mask=(part < num)[:, None] & (cols < D)[None, :])
-            total += tl.sum(x * tl.load(sizes + part, mask=part < num, other=0.0)[:, None], 0)
-        tl.store(centre_ptr + cols, total / tl.maximum(tokens, 1.0), mask=cols < D)
-
-
 @triton.jit(do_not_specialize=VARYING)
 def _few_kernel(
     new_keys: View, new_values: View, candidates: Leaving, stride_pb, stride_ph, parts: EvictedPointers, room_ptr,
@@ -461,8 +439,7 @@ def _few_kernel(
     room = _room(room_ptr, pair, rows, TILE)
     listed = room.offers_ptr
     gone = _list_leaving(candidates, listed, pair * N, N, R, TILE.SCAN)
-    used, tokens = _list_used(parts, room, own, num, TILE.LANES)
-    _barrier(HIP)  # lists and sizes are read by other threads than wrote them
+    _barrier(HIP)  # the list is read by other threads than wrote it
     r = tl.arange(0, R)
     live = r < gone
     index = tl.load(listed + r, mask=live, other=0.0).to(tl.int32)
@@ -470,265 +447,194 @@ def _few_kernel(
     older = (position[None, :] < position[:, None]) | (
         (position[None, :] == position[:, None]) & (r[None, :] < r[:, None])
     )
-    to = tl.sum((older & live[None, :]).to(tl.int32), 1)
-    tl.store(room.sizes_ptr + num + to, tl.full([R], 1.0, tl.float32), mask=live)
-    tl.store(room.spreads_ptr + num + to, tl.zeros([R], tl.float32), mask=live)
-    tl.store(room.orders_ptr + used + to, (num + to).to(tl.float32), mask=live)
-    tokens += gone.to(tl.float32)
-    keys = new_keys.ptr + batch * new_keys.stride_b + kv * new_keys.stride_h
-    values = new_values.ptr + batch * new_values.stride_b + kv * new_values.stride_h
-    _fill(
-        room.keys_ptr, room.centre_ptr, parts.key_mean_ptr, keys, index, to, live, own, num, tokens, new_keys.stride_t,
-        room.sizes_ptr, DK, R, TILE.SLICE,
-    )  # fmt: skip
-    _fill(
-        room.values_ptr, room.centre_ptr + DK, parts.value_mean_ptr, values, index, to, live, own, num, tokens,
-        new_values.stride_t, room.sizes_ptr, DV, R, TILE.SLICE,
-    )  # fmt: skip
-    _barrier(HIP)  # rows and their centre are read by other threads than wrote them
-    for first in range(0, num + gone, TILE.RECEIVERS):
-        _place(room, first, num + gone, TILE)
-    _barrier(HIP)  # and what they are split into
-    _settle(room, parts, own, rows, num, used + gone, tokens, tl.zeros([], tl.int32), TILE, HIP)
-
-
-class Listed(NamedTuple):
-    """What joins, of each pair a row: indices of tokens, or sizes and spreads of parts."""
-
-    index_ptr: Any = None
-    sizes_ptr: Any = None
-    spreads_ptr: Any = None
-
-    @classmethod
-    def of(cls, parts: Centroids) -> Listed:
-        """Parts."""
-        return cls(None, parts.count, parts.spread)
+    to = num + tl.sum((older & live[None, :]).to(tl.int32), 1)
+    tl.store(room.sizes_ptr + to, tl.full([R], 1.0, tl.float32), mask=live)
+    tl.store(room.spreads_ptr + to, tl.zeros([R], tl.float32), mask=live)
+    _copy(_of_head(new_keys, pair, TILE.HEADS), room.keys_ptr, index, to, live, DK, TILE.DIMS)
+    _copy(_of_head(new_values, pair, TILE.HEADS), room.values_ptr, index, to, live, DV, TILE.DIMS)
+    _join(room, parts, own, rows, num, gone, TILE, HIP)
 
 
 @triton.jit
-def _coming(gone_ptr, pair, first, most, level, num):
-    """How many of a pair's tokens [first, first + most) join or, after `level` halvings, how many parts of them."""
-    coming = tl.minimum(tl.maximum(tl.load(gone_ptr + pair).to(tl.int32) - first, 0), most)
-    few = tl.maximum(num * ROOM, FEWEST)
-    for _ in range(level):
-        coming = tl.where(coming > few, (coming + 1) // 2, coming)
-    return coming
+def _of_head(new, pair, HEADS: tl.constexpr):
+    """The rows of a head."""
+    start = new.ptr + (pair // HEADS) * new.stride_b + (pair % HEADS) * new.stride_h
+    return View(start, new.stride_b, new.stride_h, new.stride_t)
 
 
 @triton.jit
-def _sizes(listed, row, inside):
-    """Tokens of rows of the list."""
-    if listed.sizes_ptr is None:
-        size = inside.to(tl.float32)
-    else:
-        size = tl.load(listed.sizes_ptr + row, mask=inside, other=0.0)
-    return size
+def _rows_of(new, index, inside, cols, D: tl.constexpr):
+    """Tokens [N] of a head in fp32; zero where not inside."""
+    place = new.ptr + index.to(tl.int64)[:, None] * new.stride_t + cols[None, :]
+    return tl.load(place, mask=inside[:, None] & (cols < D)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _take(room, listed, first, coming, num, LANES: tl.constexpr):
-    """Sizes and spreads of what comes, from row `first` of the list, into rows of the working set from `num` on.
+def _copy(new, base_ptr, index, to, live, D: tl.constexpr, DIMS: tl.constexpr):
+    """Tokens `index` of a head into rows `to`."""
+    for first in range(0, D, DIMS):
+        cols = first + tl.arange(0, DIMS)
+        x = _rows_of(new, index, live, cols, D)
+        tl.store(base_ptr + to[:, None] * D + cols[None, :], x, mask=live[:, None] & (cols < D)[None, :])
 
-    Returns: how many tokens.
-    """
-    tokens = tl.zeros([], tl.float32)
-    for start in range(0, coming, LANES):
-        lane = start + tl.arange(0, LANES)
-        size = _sizes(listed, first + lane, lane < coming)
-        spread = tl.zeros([LANES], tl.float32)
-        if listed.spreads_ptr is not None:
-            spread = tl.load(listed.spreads_ptr + first + lane, mask=lane < coming, other=0.0)
-        tl.store(room.sizes_ptr + num + lane, size, mask=lane < coming)
-        tl.store(room.spreads_ptr + num + lane, spread, mask=lane < coming)
-        tokens += tl.sum(size, 0)
-    return tokens
+
+class Fresh(NamedTuple):
+    """Tokens that leave a prompt: keys and values; index [B, Hkv, N], of them by age; gone [B, Hkv], how many leave."""
+
+    new_keys: View
+    new_values: View
+    index_ptr: Any
+    gone_ptr: Any
 
 
 @triton.jit
-def _gather(
-    base_ptr, centre_ptr, parts_ptr, new_ptr, listed, sizes, own, first, num, coming, tokens, stride_t, cols,
-    D: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Columns of the working set: of the centroids, then of what comes, from row `first` on; and their centre."""
-    total = tl.zeros(cols.shape, tl.float32)
-    width = (cols < D)[None, :]
-    for start in range(0, num + coming, ROWS):
-        row = start + tl.arange(0, ROWS)
-        new = (row >= num) & (row < num + coming)
-        x = _tile(parts_ptr + own * num * D, row, row < num, cols, D)
-        index = (first + row - num).to(tl.int64)
-        if listed.index_ptr is not None:
-            index = tl.load(listed.index_ptr + index, mask=new, other=0)
-        fresh = tl.load(new_ptr + index[:, None] * stride_t + cols[None, :], mask=new[:, None] & width, other=0.0)
-        x = tl.where(new[:, None], fresh.to(tl.float32), x)
-        tl.store(base_ptr + row[:, None] * D + cols[None, :], x, mask=(row < num + coming)[:, None] & width)
-        size = tl.load(sizes + row, mask=row < num, other=0.0) + _sizes(listed, first + row - num, new)
-        total += tl.sum(x * size[:, None], 0)
-    tl.store(centre_ptr + cols, total / tl.maximum(tokens, 1.0), mask=cols < D)
+def _coming(fresh, pair, first, block):
+    """How many of a pair's tokens [first, first + block) there are."""
+    return tl.minimum(tl.maximum(tl.load(fresh.gone_ptr + pair).to(tl.int32) - first, 0), block)
+
+
+@triton.jit
+def _oldest(new, index_ptr, cols, D: tl.constexpr, N: tl.constexpr):
+    """The oldest token, N times: away from it tokens are compared and added, as they could be from any other."""
+    index = tl.load(index_ptr) + tl.zeros([N], tl.int64)
+    return _rows_of(new, index, index >= 0, cols, D)  # in wide loads, as other rows
+
+
+@triton.jit
+def _unit(new, index_ptr, coming, few, D: tl.constexpr, TILE: tl.constexpr):
+    """One over the variance of the seeds."""
+    DIMS: tl.constexpr = TILE.DIMS
+    PARTNERS: tl.constexpr = TILE.PARTNERS
+    variance = tl.zeros([], tl.float32)
+    for first in range(0, D, DIMS):
+        cols = first + tl.arange(0, DIMS)
+        oldest = _oldest(new, index_ptr, cols, D, PARTNERS)
+        sums, squares = tl.zeros([DIMS], tl.float32), tl.zeros([DIMS], tl.float32)
+        for start in range(0, few, PARTNERS):
+            seed = start + tl.arange(0, PARTNERS)
+            index = tl.load(index_ptr + seed * coming // few, mask=seed < few, other=0)
+            x = tl.where((seed < few)[:, None], _rows_of(new, index, seed < few, cols, D) - oldest, 0.0)
+            sums += tl.sum(x, 0)
+            squares += tl.sum(tl.fma(x, x, 0.0), 0)  # as in `_sum_products`
+        mean = sums / few
+        variance += tl.sum(squares, 0) / few - tl.sum(tl.fma(mean, mean, 0.0), 0)
+    return 1 / tl.maximum(variance, TINY)
+
+
+@triton.jit
+def _nearness(new, index_ptr, own, owns, seed, seeds, D: tl.constexpr, TILE: tl.constexpr):
+    """Squared distances [MOVERS, PARTNERS] of tokens and seeds, but for what all seeds of a token have in common."""
+    MOVERS: tl.constexpr = TILE.MOVERS
+    PARTNERS: tl.constexpr = TILE.PARTNERS
+    DIMS: tl.constexpr = TILE.DIMS
+    dots, far = tl.zeros([MOVERS, PARTNERS], tl.float32), tl.zeros([PARTNERS], tl.float32)
+    for first in range(0, D, DIMS):
+        cols = first + tl.arange(0, DIMS)
+        mine = _rows_of(new, own, owns, cols, D) - _oldest(new, index_ptr, cols, D, MOVERS)
+        theirs = _rows_of(new, seed, seeds, cols, D) - _oldest(new, index_ptr, cols, D, PARTNERS)
+        dots += _dot32(mine, tl.trans(theirs))
+        far += _sum_products(theirs, theirs)
+    return far[None, :] - 2 * dots
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _halve_kernel(
-    new_keys: View, new_values: View, listed: Listed, gone_ptr, out: EvictedPointers, room_ptr, first, most, level, num,
-    rows, stride_i, TILE: tl.constexpr, HIP: tl.constexpr,
-):  # fmt: skip
-    """Every second row of a group joins its cheapest partner there; heads that have few rows left keep them."""
+def _nearest_kernel(fresh: Fresh, nearest_ptr, first, block, few, stride_i, TILE: tl.constexpr):
+    """The nearest seed of each token of a head that has more than few; of a seed, itself."""
     DK: tl.constexpr = TILE.DK
     DV: tl.constexpr = TILE.DV
-    SLICE: tl.constexpr = TILE.SLICE
-    LANES: tl.constexpr = TILE.LANES
-    SIZE: tl.constexpr = 2 * LANES  # of a group
-    pair, program, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    batch, kv = pair // TILE.HEADS, pair % TILE.HEADS
-    room = _room(room_ptr, pair * programs + program, SIZE, TILE)
-    coming = _coming(gone_ptr, pair, first, most, level, num)
-    many = coming > tl.maximum(num * ROOM, FEWEST)
-    begin = pair * stride_i
-    if listed.index_ptr is not None:
-        begin += first
-    listed = Listed(*[p if p is None else p + begin for p in listed])  # no function of triton 3.6 returns None
-    keys = new_keys.ptr + batch * new_keys.stride_b + kv * new_keys.stride_h
-    values = new_values.ptr + batch * new_values.stride_b + kv * new_values.stride_h
-    lane = tl.arange(0, SIZE)
-    tl.store(room.orders_ptr + lane, lane.to(tl.float32))  # all rows of a group, then those that stay
-    tl.store(room.orders_ptr + SIZE + lane, 2 * lane.to(tl.float32))
-    for start in range(program * SIZE, coming, programs * SIZE):
-        here = tl.minimum(coming - start, SIZE)
-        joins = tl.where(many, here // 2, 0)
-        tokens = _take(room, listed, start, here, 0, SIZE)
-        for column in range(0, DK, SLICE):
-            _gather(
-                room.keys_ptr, room.centre_ptr, out.key_mean_ptr, keys, listed, room.sizes_ptr, pair, start, 0, here,
-                tokens, new_keys.stride_t, column + tl.arange(0, SLICE), DK, TILE.ROWS,
-            )  # fmt: skip
-        for column in range(0, DV, SLICE):
-            _gather(
-                room.values_ptr, room.centre_ptr + DK, out.value_mean_ptr, values, listed, room.sizes_ptr, pair, start,
-                0, here, tokens, new_values.stride_t, column + tl.arange(0, SLICE), DV, TILE.ROWS,
-            )  # fmt: skip
-        _barrier(HIP)  # rows, their sizes and their centre are read by other threads than wrote them
-        if joins > 0:
-            for row in range(0, here, TILE.RECEIVERS):
-                _place(room, row, here, TILE)
-            _barrier(HIP)  # and what they are split into
-            scale_k, scale_v = _scales(room, room.orders_ptr, here, tokens, LANES)
-            for mover in range(0, joins, TILE.MOVERS):
-                _offer(room, room.orders_ptr, mover, here, 1, scale_k, scale_v, TILE)
-            _barrier(HIP)  # and offers
-            mover = tl.arange(0, LANES)
-            target = tl.load(room.partners_ptr + mover, mask=mover < joins, other=-1.0).to(tl.int32)
-            for partner in range(0, here - joins, TILE.RECEIVERS):
-                _receive(room, room.orders_ptr, target, partner, here, 1, TILE)
-            _barrier(HIP)  # and what they are joined to
-        stay = room.orders_ptr + tl.where(joins > 0, SIZE, 0)
-        base = pair * rows + tl.where(many, start // 2, start)
-        for row in range(0, here - joins, TILE.RECEIVERS):
-            _store(room, stay, out, base, row, here - joins, here - joins, TILE)
-        _barrier(HIP)  # the next group is written there
+    MOVERS: tl.constexpr = TILE.MOVERS
+    PARTNERS: tl.constexpr = TILE.PARTNERS
+    pair, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * MOVERS + tl.arange(0, MOVERS)
+    coming = _coming(fresh, pair, first, block)
+    if coming <= few or tl.program_id(1) * MOVERS >= coming:
+        return
+    index_ptr = fresh.index_ptr + pair * stride_i + first
+    keys, values = _of_head(fresh.new_keys, pair, TILE.HEADS), _of_head(fresh.new_values, pair, TILE.HEADS)
+    scale_k, scale_v = _unit(keys, index_ptr, coming, few, DK, TILE), _unit(values, index_ptr, coming, few, DV, TILE)
+    owns = token < coming
+    own = tl.load(index_ptr + token, mask=owns, other=0)
+    least = tl.full([MOVERS], float("inf"), tl.float32)
+    best = tl.zeros([MOVERS], tl.int32)
+    for start in range(0, few, PARTNERS):
+        number = start + tl.arange(0, PARTNERS)
+        there = number < few
+        seed = tl.load(index_ptr + number * coming // few, mask=there, other=0)
+        cost = scale_k * _nearness(keys, index_ptr, own, owns, seed, there, DK, TILE)
+        cost += scale_v * _nearness(values, index_ptr, own, owns, seed, there, DV, TILE)
+        least, best = _cheaper(least, best, tl.where(there[None, :], cost, float("inf")), number)
+    itself = (token * few + coming - 1) // coming
+    best = tl.where(itself * coming // few == token, itself, best)
+    tl.store(nearest_ptr + pair * block + token, best, mask=owns)
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _gather_kernel(
-    come: EvictedPointers, gone_ptr, parts: EvictedPointers, room_ptr, rows_ptr, page, first, most, level, num, rows,
-    stride_i, TILE: tl.constexpr,
-):  # fmt: skip
+def _gather_kernel(fresh: Fresh, nearest_ptr, room_ptr, first, block, few, num, rows, stride_i, TILE: tl.constexpr):
+    """Rows of the working set behind the centroids: each seed as the mean of its tokens, or tokens where few come."""
     DK: tl.constexpr = TILE.DK
     DV: tl.constexpr = TILE.DV
-    LANES: tl.constexpr = TILE.LANES
-    SLICE: tl.constexpr = TILE.SLICE
-    pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, own = _home(rows_ptr, page, pair, TILE.HEADS)
-    parts = EvictedPointers(*[p if p is None else _page(p, row, page) for p in parts])
-    room = _room(room_ptr, pair, rows, TILE)
-    coming = _coming(gone_ptr, pair, first, most, level, num)
-    listed = Listed(None, come.sizes_ptr + pair * stride_i, come.spread_ptr + pair * stride_i)
-    cols = tl.arange(0, SLICE)
-    KEY_SLICES: tl.constexpr = (DK + SLICE - 1) // SLICE
-    tokens = tl.zeros([], tl.float32)
-    known = parts.sizes_ptr + own * num
-    for start in range(0, num, LANES):
-        lane = start + tl.arange(0, LANES)
-        tokens += tl.sum(tl.load(known + lane, mask=lane < num, other=0.0), 0)
-    for start in range(0, coming, LANES):
-        lane = start + tl.arange(0, LANES)
-        tokens += tl.sum(_sizes(listed, lane, lane < coming), 0)
-    if part == 0:
-        used, _ = _list_used(parts, room, own, num, LANES)
-        _take(room, listed, 0, coming, num, LANES)
-        for start in range(0, coming, LANES):
-            lane = start + tl.arange(0, LANES)
-            tl.store(room.orders_ptr + used + lane, (num + lane).to(tl.float32), mask=lane < coming)
-        tl.store(room.notes_ptr, (used + coming).to(tl.float32))
-        tl.store(room.notes_ptr + 2, tokens)
-    if part < KEY_SLICES:
-        _gather(
-            room.keys_ptr, room.centre_ptr, parts.key_mean_ptr, come.key_mean_ptr + pair * stride_i * DK, listed, known,
-            own, 0, num, coming, tokens, DK, part * SLICE + cols, DK, TILE.ROWS,
-        )  # fmt: skip
+    RECEIVERS: tl.constexpr = TILE.RECEIVERS
+    pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1) * RECEIVERS + tl.arange(0, RECEIVERS)
+    coming = _coming(fresh, pair, first, block)
+    there = part < tl.minimum(coming, few)
+    index_ptr = fresh.index_ptr + pair * stride_i + first
+    room, to = _room(room_ptr, pair, rows, TILE), num + part
+    keys, values = _of_head(fresh.new_keys, pair, TILE.HEADS), _of_head(fresh.new_values, pair, TILE.HEADS)
+    if coming <= few:
+        index = tl.load(index_ptr + part, mask=there, other=0)
+        _copy(keys, room.keys_ptr, index, to, there, DK, TILE.DIMS)
+        _copy(values, room.values_ptr, index, to, there, DV, TILE.DIMS)
+        tl.store(room.sizes_ptr + to, tl.full([RECEIVERS], 1.0, tl.float32), mask=there)
+        tl.store(room.spreads_ptr + to, tl.zeros([RECEIVERS], tl.float32), mask=there)
     else:
-        _gather(
-            room.values_ptr, room.centre_ptr + DK, parts.value_mean_ptr, come.value_mean_ptr + pair * stride_i * DV,
-            listed, known, own, 0, num, coming, tokens, DV, (part - KEY_SLICES) * SLICE + cols, DV, TILE.ROWS,
-        )  # fmt: skip
+        chosen = nearest_ptr + pair * block
+        size, spread = _means(keys, index_ptr, chosen, coming, room.keys_ptr, part, to, there, DK, TILE)
+        _means(values, index_ptr, chosen, coming, room.values_ptr, part, to, there, DV, TILE)
+        tl.store(room.sizes_ptr + to, size, mask=there)
+        tl.store(room.spreads_ptr + to, tl.where(size > 1, tl.maximum(spread, 0.0) / DK, 0.0), mask=there)
+
+
+@triton.jit
+def _means(new, index_ptr, chosen_ptr, coming, base_ptr, part, to, there, D: tl.constexpr, TILE: tl.constexpr):
+    """Write the means of the tokens that chose parts [RECEIVERS]. Returns: how many did, and their squares."""
+    DIMS: tl.constexpr = TILE.DIMS
+    TOKENS: tl.constexpr = TILE.TOKENS
+    RECEIVERS: tl.constexpr = TILE.RECEIVERS
+    spread = tl.zeros([RECEIVERS], tl.float32)
+    size = tl.zeros([RECEIVERS], tl.float32)
+    for first in range(0, D, DIMS):
+        cols = first + tl.arange(0, DIMS)
+        oldest = _oldest(new, index_ptr, cols, D, TOKENS)
+        sums, size = tl.zeros([RECEIVERS, DIMS], tl.float32), tl.zeros([RECEIVERS], tl.float32)
+        for start in range(0, coming, TOKENS):
+            token = start + tl.arange(0, TOKENS)
+            chose = tl.load(chosen_ptr + token, mask=token < coming, other=-1)
+            mine = (part[:, None] == chose[None, :]).to(tl.float32)
+            index = tl.load(index_ptr + token, mask=token < coming, other=0)
+            x = _rows_of(new, index, token < coming, cols, D) - oldest
+            sums += _dot32(mine, x)
+            size += tl.sum(mine, 1)
+            spread += tl.sum(mine * _sum_products(x, x)[None, :], 1)
+        mean = sums / tl.maximum(size, 1.0)[:, None]
+        spread -= size * _sum_products(mean, mean)
+        place = base_ptr + to[:, None] * D + cols[None, :]
+        mean += _oldest(new, index_ptr, cols, D, RECEIVERS)
+        tl.store(place, mean, mask=there[:, None] & (cols < D)[None, :])
+    return size, spread
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _place_kernel(gone_ptr, room_ptr, first, most, level, num, rows, TILE: tl.constexpr):
-    pair = tl.program_id(0).to(tl.int64)
-    coming = _coming(gone_ptr, pair, first, most, level, num)
-    _place(_room(room_ptr, pair, rows, TILE), tl.program_id(1) * TILE.RECEIVERS, num + coming, TILE)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _offer_kernel(room_ptr, num, rows, half, TILE: tl.constexpr):
-    room = _room(room_ptr, tl.program_id(0).to(tl.int64), rows, TILE)
-    used = tl.load(room.notes_ptr + half).to(tl.int32)
-    first = tl.program_id(1) * TILE.MOVERS
-    if used > num and first < (used + 1 - half) // 2:
-        order = room.orders_ptr + half * rows
-        scale_k, scale_v = _scales(room, order, used, tl.load(room.notes_ptr + 2), TILE.SCAN)
-        _offer(room, order, first, used, half, scale_k, scale_v, TILE)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _receive_kernel(room_ptr, num, rows, half, TILE: tl.constexpr):
-    pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    room = _room(room_ptr, pair, rows, TILE)
-    order = room.orders_ptr + half * rows
-    used = tl.load(room.notes_ptr + half).to(tl.int32)
-    joins, movers = _joins(used, num), (used + 1 - half) // 2
-    lane = tl.arange(0, TILE.LANES)
-    accepted = _accepted(room.offers_ptr, movers, joins, TILE.LANES)
-    target = tl.load(room.partners_ptr + lane, mask=accepted, other=-1.0).to(tl.int32)
-    _receive(room, order, target, part * TILE.RECEIVERS, used, half, TILE)
-    if part == 0:
-        _age(order, room.orders_ptr + (1 - half) * rows, accepted, used, half, TILE.LANES)
-        tl.store(room.notes_ptr + 1 - half, (used - joins).to(tl.float32))
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _settle_kernel(
-    parts: EvictedPointers, room_ptr, rows_ptr, page, num, rows, half, TILE: tl.constexpr, HIP: tl.constexpr
-):
+def _join_kernel(
+    fresh: Fresh, parts: EvictedPointers, room_ptr, rows_ptr, page, first, block, few, num, rows, TILE: tl.constexpr,
+    HIP: tl.constexpr,
+):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     row, own = _home(rows_ptr, page, pair, TILE.HEADS)
     if rows_ptr is not None:
         if row == 0:
             return
     parts = EvictedPointers(*[p if p is None else _page(p, row, page) for p in parts])
-    room = _room(room_ptr, pair, rows, TILE)
-    used, tokens = tl.load(room.notes_ptr + half).to(tl.int32), tl.load(room.notes_ptr + 2)
-    _settle(room, parts, own, rows, num, used, tokens, half, TILE, HIP)
-
-
-def _parts(like: Centroids, shape: torch.Size, num: int) -> Centroids:
-    """Scratch for parts on the way, `num` for each of [B, Hkv]; rounded at the end only."""
-    place, device = (*shape, num), like.keys.device
-    count, spread = (torch.empty(place, dtype=torch.float32, device=device) for _ in range(2))
-    keys, values = (
-        torch.empty(*place, rows.shape[-1], dtype=torch.float32, device=device) for rows in (like.keys, like.values)
-    )
-    return Centroids(count, keys, values, spread)
+    coming = tl.minimum(_coming(fresh, pair, first, block), few)
+    _join(_room(room_ptr, pair, rows, TILE), parts, own, rows, num, coming, TILE, HIP)
 
 
 def _pointers(parts: Centroids) -> EvictedPointers:
@@ -738,7 +644,7 @@ def _pointers(parts: Centroids) -> EvictedPointers:
 
 def room_size(rows: int, dim: int, value_dim: int) -> int:
     """Numbers of scratch for a head whose working set has so many rows, see `_room`."""
-    return rows // 2 * (5 * (dim + value_dim) + 16) + dim + value_dim + 16
+    return rows * (dim + value_dim + 8) + dim + value_dim
 
 
 def working_rows(num: int, most: int) -> int:
@@ -775,70 +681,33 @@ def remember(
     page = check_rows(op, state, known)
     if not batch * heads * min(num, most):
         return
-    new, where = (View.of(keys), View.of(values)), (state.rows, page)
-    if most > FEW or parts.num + most > ALONE:
-        index, gone = in_order(positions.contiguous(), valid, kept)
-        _join_blocks(new, index, gone, parts, known, where, min(most, num))
-        return
-    rows = working_rows(parts.num, most)
-    tile = Tile.of(heads, dim, value_dim, pow2(cdiv(parts.num + most, 2), 32), most)
-    room = torch.empty(batch * heads * room_size(rows, dim, value_dim), dtype=torch.float32, device=keys.device)
-    _few_kernel[(batch * heads,)](
-        *new, Leaving(positions, valid.view(torch.uint8), kept.view(torch.uint8)), *positions.stride()[:2], known, room,
-        *where, num, parts.num, rows, TILE=tile, HIP=on_hip(), num_stages=stages(2),
-        num_warps=_warps(max(dim, value_dim), tile.LANES, on_hip()),
-    )  # fmt: skip
-
-
-def _join_blocks(
-    new: tuple[View, View], index: Tensor, gone: Tensor, parts: Centroids, known: EvictedPointers,
-    where: tuple[Tensor | None, int | None], most: int,
-) -> None:  # fmt: skip
-    """Tokens of a prompt, BLOCK of them at a time.
-
-    Args: new: keys and values; index [B, Hkv, N]: of them by age; gone [B, Hkv]: how many leave; where: rows and page.
-    """
-    _, heads, num, dim = parts.keys.shape
-    value_dim, pairs = parts.values.shape[-1], gone.numel()
-    settling = Tile.of(heads, dim, value_dim, pow2(cdiv(TOGETHER, 2)))
-    tile = settling._replace(RECEIVERS=8) if min(dim, value_dim) >= 128 else settling
-    movers = 64 if chip_of(gone.device) == "90" else 32  # on sm_90 tiles that four warps multiply at once
-    asking = tile._replace(MOVERS=movers, PARTNERS=64)
-    few, block = few_enough(num), min(most, BLOCK)
-    rows, halving = working_rows(num, min(block, few)), tile._replace(LANES=GROUP // 2)
-    programs = min(cdiv(block, GROUP), cdiv(PROGRAMS, pairs))
-    size = max(room_size(rows, dim, value_dim), programs * room_size(GROUP, dim, value_dim))
-    room = torch.empty(pairs * size, dtype=torch.float32, device=gone.device)
-    # Those of a head with few tokens are copied as they are.
-    halves = [_parts(parts, gone.shape, working_rows(0, max(min(few, block), cdiv(block, 2))))]
-    if cdiv(block, 2) > few:
-        halves.append(_parts(parts, gone.shape, working_rows(0, max(few, cdiv(block, 4)))))
-    launch = {"num_warps": _warps(max(dim, value_dim), 0, on_hip()), "num_stages": stages(2)}
-    slices = cdiv(dim, tile.SLICE) + cdiv(value_dim, tile.SLICE)
-    for first in range(0, most, BLOCK):
-        now = total = min(BLOCK, most - first)
-        level, half, coming, stride = 0, 0, (*new, Listed(index)), index.stride(1)
-        while not level or total > few:
-            left = halves[level % 2]
-            _halve_kernel[pairs, programs](
-                *coming, gone, _pointers(left), room, first, now, level, num, left.num, stride, TILE=halving,
-                HIP=on_hip(), num_warps=_warps(max(dim, value_dim), GROUP, on_hip()), num_stages=stages(2),
-            )  # fmt: skip
-            total = min(total, max(few, cdiv(total, 2)))
-            level, stride, coming = level + 1, left.num, (View.of(left.keys), View.of(left.values), Listed.of(left))
-        total += num
-        _gather_kernel[pairs, slices](
-            _pointers(left), gone, known, room, *where, first, now, level, num, rows, stride,
-            TILE=tile._replace(LANES=tile.SCAN), **launch,
+    pairs, where, most = batch * heads, (state.rows, page), min(most, num)
+    alone = most <= FEW and parts.num + most <= ALONE
+    few = most if alone else min(most, few_enough(parts.num))
+    rows, lanes = working_rows(parts.num, few), pow2(cdiv(parts.num + few, 2), 32)
+    room = torch.empty(pairs * room_size(rows, dim, value_dim), dtype=torch.float32, device=keys.device)
+    launch = {"num_stages": stages(2), "num_warps": _warps(max(dim, value_dim), lanes, on_hip())}
+    if alone:
+        _few_kernel[(pairs,)](
+            View.of(keys), View.of(values), Leaving(positions, valid.view(torch.uint8), kept.view(torch.uint8)),
+            *positions.stride()[:2], known, room, *where, num, parts.num, rows,
+            TILE=Tile.of(heads, dim, value_dim, lanes, few), HIP=on_hip(), **launch,
         )  # fmt: skip
-        _place_kernel[pairs, cdiv(total, tile.RECEIVERS)](gone, room, first, now, level, num, rows, TILE=tile, **launch)
-        while total > max(num, TOGETHER):
-            movers, partners = (total + 1 - half) // 2, (total + half) // 2
-            lanes = pow2(cdiv(SETTLED if total <= SETTLED else num + few, 2))  # two compilations
-            _offer_kernel[pairs, cdiv(movers, asking.MOVERS)](room, num, rows, half, TILE=asking, **launch)
-            _receive_kernel[pairs, cdiv(partners, tile.RECEIVERS)](
-                room, num, rows, half, TILE=tile._replace(LANES=lanes), num_warps=_warps(dim, lanes, on_hip()),
+        return
+    tile = Tile.of(heads, dim, value_dim, lanes)
+    fresh = Fresh(View.of(keys), View.of(values), *in_order(positions.contiguous(), valid, kept))
+    nearest = torch.empty(pairs, min(BLOCK, most), dtype=torch.int32, device=keys.device)
+    for first in range(0, most, BLOCK):
+        block = min(BLOCK, most - first)
+        if block > few:
+            _nearest_kernel[pairs, cdiv(block, SEEKING)](
+                fresh, nearest, first, block, few, num, TILE=tile._replace(MOVERS=SEEKING, LANES=0), num_warps=4,
                 num_stages=stages(2),
             )  # fmt: skip
-            total, half = left_of(total, num), 1 - half
-        _settle_kernel[(pairs,)](known, room, *where, num, rows, half, TILE=settling, HIP=on_hip(), **launch)
+        _gather_kernel[pairs, cdiv(min(block, few), tile.RECEIVERS)](
+            fresh, nearest, room, first, block, few, parts.num, rows, num, TILE=tile._replace(LANES=0), num_warps=4,
+            num_stages=stages(2),
+        )  # fmt: skip
+        _join_kernel[(pairs,)](
+            fresh, known, room, *where, first, block, few, parts.num, rows, TILE=tile, HIP=on_hip(), **launch
+        )

@@ -28,9 +28,9 @@ round a fourth of the centroids disappears, in the last ones an eighth. A round 
 loop; the halves swap after every round. How many pairs a head joins in a round follows from how many centroids it has
 in use, so that a head does not depend on what others evict, nor on padding.
 
-Many tokens first become fewer among themselves: groups of GROUP that follow each other in age each join all pairs, so
-that half of the parts are left, and again, until there are few enough to join the centroids. What is compared then
-grows with the number of tokens, not with its square, and no group waits for another.
+Many tokens first become fewer among themselves: SEEDS of them, or ROOMY for each centroid, evenly spread by age, are
+seeds, and every other one joins the nearest, by the sum of squares above with the variances of the seeds. What is
+compared then grows with the number of tokens, not with its square.
 
 Means may be stored in bf16: twice as many centroids in the same bytes say more than eight bits more of each. They are
 joined in fp32 and rounded when a block of tokens has joined. A token moves the mean of n by 1 / n of its distance, soon
@@ -56,8 +56,7 @@ from .gather import added_at, rows_at
 from .moments import Evicted, compute_dtype
 
 BLOCK = 2048  # evicted tokens that join at once: bounds what there is on the way
-GROUP = 256  # parts among which tokens choose, while there are more than so many, and than ROOMY a centroid
-ROOMY = 4
+SEEDS, ROOMY = 256, 2  # parts of a block that join the centroids: so many, or so many for each centroid
 # At most one centroid in so many disappears in a round, of more than SETTLED in use and of fewer. The last rounds join
 # what has been joined, and decide more; the closer to the exact rule, the better.
 MEDIUM, FINE, SETTLED = 4, 8, 288
@@ -66,7 +65,7 @@ STEP, TURN = 0x61C88647, 0x6A09E667  # 2^32 times 1 - 1 / golden ratio and sqrt(
 
 def few_enough(num: int) -> int:
     """The most parts of a block's tokens that join `num` centroids."""
-    return max(GROUP, ROOMY * num)
+    return max(SEEDS, ROOMY * num)
 
 
 def left_of(used: int, num: int) -> int:
@@ -157,27 +156,18 @@ class Centroids(Evicted):
         return total
 
     def thinned(self, most: int) -> Centroids:
-        """Heads with more parts than `most` join them, in groups, until they have as few. Used ones must come first."""
-        total = self
-        while total.num > most:
-            left = max(most, (total.num + 1) // 2)
-            total = total.halved((total.count > 0).sum(-1) > most)
-            total = total.at(total.order(left))
-        return total
-
-    def halved(self, many: Tensor) -> Centroids:
-        """Every second part joined its cheapest partner among GROUP that follow each other, where `many` [B, Hkv]."""
-        batch, heads, num = self.count.shape
-        groups = -(-num // GROUP)
-
-        def split(rows: Tensor) -> Tensor:
-            end = rows.new_zeros(batch, heads, groups * GROUP - num, *rows.shape[3:])
-            return torch.cat((rows, end), 2).view(batch, heads * groups, GROUP, *rows.shape[3:])
-
-        apart = Centroids(*map(split, self.tensors()))
-        joins = (apart.count > 0).sum(-1) // 2 * many.repeat_interleave(groups, 1)
-        joined = apart.joined(apart.targets(joins, 1)).tensors()
-        return Centroids(*(rows.reshape(batch, heads, -1, *rows.shape[3:]) for rows in joined))
+        """The same tokens; heads with more than `most` have them in so many parts. Used ones must come first."""
+        if self.num <= most:
+            return self
+        used = (self.count > 0).sum(-1, keepdim=True)
+        places = torch.arange(self.num, device=used.device).expand(self.count.shape)
+        seeds = places[..., :most] * used // most
+        points = self.points(torch.zeros_like(self.count).scatter(-1, seeds, 1))
+        own = rows_at(points, seeds)
+        far = own.square().sum(-1)[..., None, :] - 2 * points @ own.transpose(-1, -2)
+        target = seeds.gather(-1, far.argmin(-1)).scatter(-1, seeds, seeds)
+        joined = self.joined(torch.where(places < used, target, places))
+        return joined.at(joined.order(most))
 
     def check(self, op: str, batch: int, heads: int, dim: int, value_dim: int) -> None:
         """As `Evicted` says."""
@@ -239,14 +229,7 @@ class Centroids(Evicted):
 
         Movers are the first, third, ... centroid if half is 0, and partners the others; the other way round if it is 1.
         """
-        total = self.count.sum(-1).clamp(min=1)[..., None, None]
-        parts = []
-        for rows in (self.keys, self.values):
-            away = rows - (self.count[..., None] * rows).sum(2, keepdim=True) / total
-            variance = (self.count[..., None] * away.square()).sum((2, 3))[..., None, None] / total
-            parts.append(away * (1 / variance.clamp(min=torch.finfo(rows.dtype).tiny)).sqrt())
-        points = torch.cat(parts, -1)
-        unused = self.count == 0
+        points, unused = self.points(self.count), self.count == 0
         squares = points.square().sum(-1).masked_fill(unused, float("inf"))
         share = 1 / self.count.masked_fill(unused, 1)
         movers, partners = slice(half, None, 2), slice(1 - half, None, 2)
@@ -254,6 +237,16 @@ class Centroids(Evicted):
         # In place: this is the largest table there is.
         distance = cost.add_(squares[..., movers, None]).add_(squares[..., None, partners]).clamp_(min=0)
         return distance.div_(share[..., movers, None] + share[..., None, partners])
+
+    def points(self, weight: Tensor) -> Tensor:
+        """Keys and values side by side, away from their weighted means, in units of their weighted deviations."""
+        total = weight.sum(-1).clamp(min=1)[..., None, None]
+        parts = []
+        for rows in (self.keys, self.values):
+            away = rows - (weight[..., None] * rows).sum(2, keepdim=True) / total
+            variance = (weight[..., None] * away.square()).sum((2, 3))[..., None, None] / total
+            parts.append(away * (1 / variance.clamp(min=torch.finfo(rows.dtype).tiny)).sqrt())
+        return torch.cat(parts, -1)
 
 
 def centroid_estimate(
