@@ -47,7 +47,7 @@ from .slot_signals import in_order
 
 FEW = 64  # tokens that one program lists, and joins if there is room for their centroids
 ALONE = 1024  # centroids and tokens that one program joins
-SEEKING = 64  # tokens that a program finds seeds for
+SEEKING = 32  # tokens that a program finds seeds for
 MANY = 128  # movers that four warps compare, a fourth of rows beyond 64 columns
 # One compilation for all of them.
 VARYING = ["N", "num", "few", "first", "block", "stride_i", "stride_pb", "stride_ph", "page"]
@@ -684,30 +684,30 @@ def remember(
     pairs, where, most = batch * heads, (state.rows, page), min(most, num)
     alone = most <= FEW and parts.num + most <= ALONE
     few = most if alone else min(most, few_enough(parts.num))
-    rows, lanes = working_rows(parts.num, few), pow2(cdiv(parts.num + few, 2), 32)
+    rows, lanes, hip = working_rows(parts.num, few), pow2(cdiv(parts.num + few, 2), 32), on_hip()
     room = torch.empty(pairs * room_size(rows, dim, value_dim), dtype=torch.float32, device=keys.device)
-    launch = {"num_stages": stages(2), "num_warps": _warps(max(dim, value_dim), lanes, on_hip())}
     if alone:
         _few_kernel[(pairs,)](
             View.of(keys), View.of(values), Leaving(positions, valid.view(torch.uint8), kept.view(torch.uint8)),
             *positions.stride()[:2], known, room, *where, num, parts.num, rows,
-            TILE=Tile.of(heads, dim, value_dim, lanes, few), HIP=on_hip(), **launch,
+            TILE=Tile.of(heads, dim, value_dim, lanes, few), HIP=hip,
+            num_warps=_warps(max(dim, value_dim), lanes, hip), num_stages=stages(2),
         )  # fmt: skip
         return
-    tile = Tile.of(heads, dim, value_dim, lanes)
     fresh = Fresh(View.of(keys), View.of(values), *in_order(positions.contiguous(), valid, kept))
     nearest = torch.empty(pairs, min(BLOCK, most), dtype=torch.int32, device=keys.device)
+    tile = Tile.of(heads, dim, value_dim, 32)
+    joining = tile._replace(LANES=lanes, MOVERS=16 if hip else 32)
     for first in range(0, most, BLOCK):
         block = min(BLOCK, most - first)
         if block > few:
             _nearest_kernel[pairs, cdiv(block, SEEKING)](
-                fresh, nearest, first, block, few, num, TILE=tile._replace(MOVERS=SEEKING, LANES=0), num_warps=4,
-                num_stages=stages(2),
-            )  # fmt: skip
+                fresh, nearest, first, block, few, num, TILE=tile._replace(MOVERS=SEEKING), num_stages=stages(2)
+            )
         _gather_kernel[pairs, cdiv(min(block, few), tile.RECEIVERS)](
-            fresh, nearest, room, first, block, few, parts.num, rows, num, TILE=tile._replace(LANES=0), num_warps=4,
-            num_stages=stages(2),
-        )  # fmt: skip
-        _join_kernel[(pairs,)](
-            fresh, known, room, *where, first, block, few, parts.num, rows, TILE=tile, HIP=on_hip(), **launch
+            fresh, nearest, room, first, block, few, parts.num, rows, num, TILE=tile, num_stages=stages(2)
         )
+        _join_kernel[(pairs,)](
+            fresh, known, room, *where, first, block, few, parts.num, rows, TILE=joining, HIP=hip,
+            num_warps=4 if hip else 8, num_stages=stages(2),
+        )  # fmt: skip
