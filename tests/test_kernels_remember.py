@@ -31,10 +31,8 @@ def candidates(batch, heads, num, dim, leave, dtype=torch.float32, seed=0):
     """Keys, values, positions, valid and kept of `num` candidates in no order, of which `leave` (cycled) leave a head;
     what does not leave is NaN."""
     source = torch.Generator().manual_seed(seed)
-    keys, values = (
-        normal(batch, heads, num, dim, seed=seed, dtype=dtype) + 1,
-        normal(batch, heads, num, dim, dtype=dtype),
-    )
+    keys = normal(batch, heads, num, dim, seed=seed, dtype=dtype) + 1
+    values = normal(batch, heads, num, dim, seed=seed + 1, dtype=dtype)
     positions = torch.stack([torch.randperm(num, generator=source) for _ in range(batch * heads)])
     gone = torch.zeros(batch * heads, num, dtype=torch.bool)
     for pair in range(batch * heads):

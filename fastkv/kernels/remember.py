@@ -1,15 +1,13 @@
 """Evicted tokens join the centroids of their head, in place: which pairs merge, and when, is `Centroids.add`.
 
 Of the centroids in use, oldest first, every second one is a mover. A round offers each mover to its cheapest partner
-among the others, joins the cheapest offers, equal ones by age, and swaps the halves, until M are left. Means of all
-tokens do not change by merging, so each set of tokens that joins at once is centred once. A merge is Chan's:
+among the others, joins the cheapest offers, equal ones by age, and swaps the halves, until M are left. Chan's merge:
 
     w = n_a / (n_a + n_b);   x_b += w (x_a - x_b);   spread_b += spread_a + n_b w mean((k_a - k_b)^2)
 
-Rows of a working set stay where they are in scratch; `order` lists those in use by age, and every program that writes a
-row of a partner only reads rows of movers. So nothing is atomic, and the same tokens always give the same bits.
-
-Coordinates are compared away from a centre, so that their products lose no digits.
+Rows of a working set stay where they are in scratch; `order` lists those in use by age, and what writes a row of a
+partner only reads rows of movers. So nothing is atomic, and the same tokens always give the same bits. Products are of
+coordinates away from the mean of all, which merges do not move, so that they lose no digits.
 
 Launches: one where few tokens leave (an eviction while decoding), one program a head. For a prompt, one that orders
 them and, per BLOCK of them, three: each token finds its nearest seed, one program for SEEKING of them; seeds become
@@ -33,16 +31,7 @@ from ..reference import Centroids, LayerState, Spec
 from ..reference.centroids import BLOCK, FINE, MEDIUM, SETTLED, STEP, TURN, few_enough
 from ._arguments import EvictedPointers, View
 from ._attention import _barrier, _dot32, _home, _page, _sum_products
-from ._launch import (
-    cdiv,
-    check_centroids,
-    check_head_dim,
-    check_like,
-    check_rows,
-    on_hip,
-    pow2,
-    stages,
-)
+from ._launch import cdiv, check_centroids, check_head_dim, check_like, check_rows, on_hip, pow2, stages
 from .slot_signals import in_order
 
 FEW = 64  # tokens that one program lists, and joins if there is room for their centroids
@@ -62,7 +51,7 @@ class Tile(NamedTuple):
 
     Attributes: DK, DV: numbers of a key and a value; BK, BV: padded.  R: tokens listed at most.  LANES: movers, or
         centroids, at a time.  MOVERS, PARTNERS, DIMS: of offers at a time, dimensions of them.  RECEIVERS: partners
-        merged at a time.  TOKENS: that look for their seed, or are added up, at a time.  SCAN: candidates looked at.
+        merged at a time.  TOKENS: added up at a time.  SCAN: candidates looked at.
     """
 
     HEADS: int
