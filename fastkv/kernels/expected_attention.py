@@ -3,11 +3,10 @@
     logit_i = s (m.k_i + s/2 k_i.C k_i);   expected_i = (epsilon + mean over the query heads of softmax_i(logit)) |v_i|
 
 Twins of `reference.queries_ahead`, which finds m and C, and of `reference.expected_attention`. Launches of the latter:
-programs of the first take a tile of keys and multiply it with the covariance C of one query head; those of the second
-find the largest logit of a query head and the sum of its weights; those of the third add up the weights of the query
-heads of a KV head.
+programs of the first take a tile of keys, multiply it with the covariance C of one query head, and note the largest
+logit of the tile and the sum of its weights; those of the second add up the weights of the query heads of a KV head.
 Bytes per KV head with G query heads: 2 G N D for keys in half precision, 4 G D^2 for covariances, which every tile
-reads again from L2, 2 N D for values, and 16 G N for logits.
+reads again from L2, 2 N D for values, and 8 G N for logits.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from ._launch import cdiv, check_head_dim, check_like, chip_of, num_sms, pow2, s
 from ._rotary import Pairing, Turn, _cos_sin, _members
 
 TILES = {64: (32, 16, 4), 128: (32, 16, 4), 256: (32, 32, 8), 512: (16, 32, 8)}  # padded D -> keys, rows of C, warps
-BLOCK = 1024
 KEYS = 128  # that a program weighs
 COLUMNS = tl.constexpr(32)  # numbers of a value at once
 AHEAD = {16: (16, 4), 32: (32, 4), 64: (32, 4), 128: (16, 8)}  # pairs of a head -> columns of a program, warps
@@ -54,8 +52,9 @@ class Tile(NamedTuple):
 
 @triton.jit(do_not_specialize=["N"])  # the length of a prompt
 def _logit_kernel(
-    keys: View, values: View, valid_ptr, mean_ptr, covariance_ptr, logits_ptr, lengths_ptr, scale, N, TILE: tl.constexpr
-):
+    keys: View, values: View, valid_ptr, mean_ptr, covariance_ptr, logits_ptr, sums_ptr, lengths_ptr, scale, N,
+    TILE: tl.constexpr,
+):  # fmt: skip
     HEADS: tl.constexpr = TILE.HEADS
     D: tl.constexpr = TILE.D
     BD: tl.constexpr = TILE.BD
@@ -65,8 +64,11 @@ def _logit_kernel(
     kv = head // TILE.G
     key = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = tl.load(valid_ptr + kv * N + key, mask=key < N, other=0) != 0
+    sums_ptr += (head * tl.num_programs(0) + tl.program_id(0)) * 2
     if tl.max(real.to(tl.int32), 0) == 0:  # slots that a shorter head than the longest does not have
         tl.store(logits_ptr + head * N + key, tl.full([BLOCK_N], -float("inf"), tl.float32), mask=key < N)
+        tl.store(sums_ptr, -float("inf"))
+        tl.store(sums_ptr + 1, 0.0)
         if head % TILE.G == 0:
             tl.store(lengths_ptr + kv * N + key, tl.zeros([BLOCK_N], tl.float32), mask=key < N)
         return
@@ -82,29 +84,32 @@ def _logit_kernel(
         turned += _dot32(k.to(tl.float32), c)
     k = tl.load(row_ptr + column[None, :], mask=real[:, None] & (column < D)[None, :], other=0.0).to(tl.float32)
     mean = tl.load(mean_ptr + head * D + column, mask=column < D, other=0.0)
-    logit = scale * _sum_products(k, turned * (scale / 2) + mean[None, :])
-    tl.store(logits_ptr + head * N + key, tl.where(real, logit, -float("inf")), mask=key < N)
+    logit = tl.where(real, scale * _sum_products(k, turned * (scale / 2) + mean[None, :]), -float("inf"))
+    top = tl.max(logit, 0)
+    tl.store(logits_ptr + head * N + key, logit, mask=key < N)
+    tl.store(sums_ptr, top)
+    tl.store(sums_ptr + 1, tl.sum(tl.exp(logit - top), 0))
     if head % TILE.G == 0:
         tl.store(lengths_ptr + kv * N + key, _lengths(values, kv, key, N, HEADS, TILE.DV, COLUMNS), mask=key < N)
 
 
-@triton.jit(do_not_specialize=["N"])
-def _sum_kernel(logits_ptr, sums_ptr, N, G: tl.constexpr, BLOCK: tl.constexpr):
-    head = tl.program_id(0).to(tl.int64)
-    own_ptr = logits_ptr + head * N
+@triton.jit
+def _softmax(sums_ptr, head, tiles, BLOCK: tl.constexpr):
+    """The largest logit of a query head, 0 if it has none, and one over the sum of its weights."""
+    sums_ptr += head * tiles * 2
     tops = tl.full([BLOCK], -float("inf"), tl.float32)
-    for first in range(0, N, BLOCK):
-        index = first + tl.arange(0, BLOCK)
-        tops = tl.maximum(tops, tl.load(own_ptr + index, mask=index < N, other=-float("inf")))
+    for first in range(0, tiles, BLOCK):
+        tile = first + tl.arange(0, BLOCK)
+        tops = tl.maximum(tops, tl.load(sums_ptr + 2 * tile, mask=tile < tiles, other=-float("inf")))
     top = tl.max(tops, 0)
     top = tl.where(top == -float("inf"), 0.0, top)
     totals = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, N, BLOCK):
-        index = first + tl.arange(0, BLOCK)
-        totals += tl.exp(tl.load(own_ptr + index, mask=index < N, other=-float("inf")) - top)
+    for first in range(0, tiles, BLOCK):
+        tile = first + tl.arange(0, BLOCK)
+        some = tl.load(sums_ptr + 2 * tile + 1, mask=tile < tiles, other=0.0)
+        totals += some * tl.exp(tl.load(sums_ptr + 2 * tile, mask=tile < tiles, other=-float("inf")) - top)
     total = tl.sum(totals, 0)
-    tl.store(sums_ptr + head * 2, top)
-    tl.store(sums_ptr + head * 2 + 1, 1.0 / tl.where(total > 0, total * G, 1.0))
+    return top, 1.0 / tl.where(total > 0, total, 1.0)
 
 
 @triton.jit
@@ -120,9 +125,9 @@ def _lengths(values, kv, index, N, HEADS: tl.constexpr, D: tl.constexpr, COLUMNS
     return tl.sqrt(squares)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "tiles"])
 def _weight_kernel(
-    logits_ptr, sums_ptr, lengths_ptr, count_ptr, memory_ptr, valid_ptr, expected_ptr, epsilon, N,
+    logits_ptr, sums_ptr, lengths_ptr, count_ptr, memory_ptr, valid_ptr, expected_ptr, epsilon, N, tiles,
     HEADS: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     kv = tl.program_id(0).to(tl.int64)
@@ -131,9 +136,10 @@ def _weight_kernel(
     weights = tl.zeros([BLOCK], tl.float32)
     for member in range(0, G):
         head = kv * G + member
+        top, share = _softmax(sums_ptr, head, tiles, BLOCK)
         logits = tl.load(logits_ptr + head * N + index, mask=index < N, other=-float("inf"))
-        weights += tl.exp(logits - tl.load(sums_ptr + head * 2)) * tl.load(sums_ptr + head * 2 + 1)
-    known = tl.maximum((weights + epsilon) * tl.load(lengths_ptr + kv * N + index, mask=index < N, other=0.0), TINY)
+        weights += tl.exp(logits - top) * share
+    known = tl.maximum((weights / G + epsilon) * tl.load(lengths_ptr + kv * N + index, mask=index < N, other=0.0), TINY)
     asked = asked & (tl.load(valid_ptr + kv * N + index, mask=index < N, other=0) != 0)
     before = tl.load(memory_ptr + kv * N + index, mask=index < N, other=0.0)
     tl.store(expected_ptr + kv * N + index, tl.where(asked, known, before), mask=index < N)
@@ -393,7 +399,7 @@ def expected_attention(
 ) -> Tensor:  # fmt: skip
     """`reference.expected_attention` of contiguous tensors; keys and values have unit stride along D.
 
-    Cost: three launches; no host sync.  Raises: FastKVError for shapes or strides that do not fit.
+    Cost: two launches; no host sync.  Raises: FastKVError for shapes or strides that do not fit.
     """
     (batch, heads, num, dim), num_heads, op = keys.shape, mean.shape[1], "expected_attention"
     check_head_dim(op, dim)
@@ -407,16 +413,17 @@ def expected_attention(
     found = torch.empty_like(memory)
     if found.numel():
         logits = torch.empty(batch, num_heads, num, dtype=torch.float32, device=keys.device)
-        lengths, sums, mask = torch.empty_like(found), logits.new_empty(batch, num_heads, 2), valid.view(torch.uint8)
         padded = pow2(dim, 64)
         some, rows, num_warps = TILES[padded]
-        _logit_kernel[cdiv(num, some), batch * num_heads](
-            View.of(keys), View.of(values), mask, mean, covariance, logits, lengths, scale, num,
+        tiles = cdiv(num, some)
+        lengths, sums = torch.empty_like(found), logits.new_empty(batch, num_heads, tiles, 2)
+        mask = valid.view(torch.uint8)
+        _logit_kernel[tiles, batch * num_heads](
+            View.of(keys), View.of(values), mask, mean, covariance, logits, sums, lengths, scale, num,
             TILE=Tile(heads, groups, dim, padded, values.shape[-1], some, rows), num_warps=num_warps,
             num_stages=stages(2),
         )  # fmt: skip
-        _sum_kernel[(batch * num_heads,)](logits, sums, num, G=groups, BLOCK=BLOCK)
         _weight_kernel[batch * heads, cdiv(num, KEYS)](
-            logits, sums, lengths, count, memory, mask, found, epsilon, num, HEADS=heads, G=groups, BLOCK=KEYS
+            logits, sums, lengths, count, memory, mask, found, epsilon, num, tiles, HEADS=heads, G=groups, BLOCK=KEYS
         )
     return found
