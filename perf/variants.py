@@ -39,8 +39,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FOUR = ("int4", "k8v4")  # whose values are packed
 # Kernels that read nothing else, a few bytes at a time.
 NUMBERS = (
-    "_flash.runs slot_signals.key slot_signals.rank pooling.pool "
-    "z_scores.needed expected_attention.weight"
+    "_flash.runs slot_signals.key slot_signals.rank pooling.pool z_scores.needed expected_attention.weight"
 ).split()
 LEAVING = ("compact.moments", "compact.merge")
 PREFILL = "prefill_attention.prefill"

@@ -338,7 +338,7 @@ def test_window_with_everything_visible():
 
 @pytest.mark.parametrize("kind", MASKS)
 def test_weights_of_several_tiles(kind, monkeypatch):
-    monkeypatch.setattr(expected_attention, "BLOCK", 64)
+    monkeypatch.setattr(expected_attention, "KEYS", 4)
     expected(2, 1, num=150, dim=16, kind=kind)
 
 

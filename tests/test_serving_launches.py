@@ -27,7 +27,7 @@ LAUNCHES = {
     ("momentkv", "uniform"): (8, 14, 14, 7),
     ("snapkv", "uniform"): (7, 12, 12, 5),
     ("fastkv", "uniform"): (14, 19, 16, 9),
-    ("fastkv", "calibrated"): (18, 19, 16, 9),
+    ("fastkv", "calibrated"): (17, 19, 16, 9),
 }
 
 

@@ -672,7 +672,7 @@ def remember(
         return
     pairs, where, most = batch * heads, (state.rows, page), min(most, num)
     alone = most <= FEW and parts.num + most <= ALONE
-    few = most if alone else min(most, few_enough(parts.num))
+    few = most if alone else few_enough(parts.num)
     rows, lanes, hip = working_rows(parts.num, few), pow2(cdiv(parts.num + few, 2), 32), on_hip()
     room = torch.empty(pairs * room_size(rows, dim, value_dim), dtype=torch.float32, device=keys.device)
     if alone:
