@@ -273,7 +273,7 @@ class Parts {
             }
         };
         std::fill(mean(first), mean(end), 0.0f);
-        std::fill(&count[first], &count[end], 0.0f);
+        std::fill(count.begin() + first, count.begin() + end, 0.0f);
         each([&](int64_t part, float* sum) {
             ++count[part];
             for (int64_t i = 0; i < width; i += WIDE) store(sum + i, floats(sum + i) + floats(&row[i]));
