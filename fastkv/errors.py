@@ -47,6 +47,8 @@ def check_shape(op: str, name: str, tensor: Tensor, expected: Sequence[int | Non
     if not hasattr(tensor, "shape"):
         raise FastKVError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
     shape = tuple(tensor.shape)
+    if shape == expected:  # mostly, and quick
+        return
     if len(shape) != len(expected) or any(e is not None and s != e for s, e in zip(shape, expected)):
         want = "[" + ", ".join("any" if e is None else str(e) for e in expected) + "]"
         raise FastKVError(f"{op}: {name} must have shape {want}, got {list(shape)}; check the layout [B, H, N, D]")

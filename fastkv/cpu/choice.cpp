@@ -1,5 +1,4 @@
-// Which tokens stay, on a CPU: `candidates`, `needed_scores`, `select_each` and the order in which tokens leave, as in
-// the reference. An operator of torch costs more than what it does to few numbers, most of all the first time after a
+// Which tokens stay, on a CPU: `candidates`, `needed_scores` and `select_each`, as in the reference. An operator of torch costs more than what it does to few numbers, most of all the first time after a
 // layer's matrices have filled the caches.
 
 extern "C" {
@@ -34,15 +33,6 @@ struct Choosing {
     const int64_t* tokens;
     uint8_t* kept;
     int64_t *counts, places, number, threads;
-};
-
-// positions, valid, kept [places, number]; index, inside [places, most].
-struct Ordering {
-    const int32_t* positions;
-    const uint8_t *valid, *kept;
-    int64_t* index;
-    uint8_t* inside;
-    int64_t most, places, number, threads;
 };
 }
 
@@ -97,18 +87,6 @@ void choose_of(const Choosing& all, int64_t place) {
     all.counts[place] = stay;
 }
 
-void order_of(const Ordering& all, int64_t place) {
-    const int64_t start = place * all.number;
-    std::vector<Rank> gone;
-    for (int64_t n = 0; n < all.number; ++n)
-        if (all.valid[start + n] && !all.kept[start + n]) gone.push_back({all.positions[start + n], n});
-    std::sort(gone.begin(), gone.end());
-    for (int64_t one = 0; one < all.most; ++one) {
-        all.inside[place * all.most + one] = one < int64_t(gone.size());
-        all.index[place * all.most + one] = one < int64_t(gone.size()) ? gone[one].index : 0;
-    }
-}
-
 }  // namespace
 
 extern "C" void candidates(const Candidates* all) {
@@ -147,9 +125,4 @@ extern "C" void needed(const Needed* all) {
 extern "C" void choose(const Choosing* all) {
 #pragma omp parallel for num_threads(all->threads) if (all->places * all->number > WORTH)
     for (int64_t place = 0; place < all->places; ++place) choose_of(*all, place);
-}
-
-extern "C" void order(const Ordering* all) {
-#pragma omp parallel for num_threads(all->threads) if (all->places * all->number > WORTH)
-    for (int64_t place = 0; place < all->places; ++place) order_of(*all, place);
 }

@@ -6,14 +6,14 @@
 extern "C" {
 
 // count, spread [places, num]; keys [places, num, key_dim] and values, fp32 or, where `halves`, bf16; fresh_keys [batch,
-// heads, ..., key_dim] and values, fp32, of which index [places, fresh] lists those that join where it is inside
-// [places, fresh]; strides of all but their last axis. The rest: constants of the reference.
+// heads, fresh, key_dim] and values, fp32, with strides of all but their last axis, of which those join that are valid
+// and not kept, in the order of their positions [places, fresh]. The rest: constants of the reference.
 struct Joining {
     float *count, *spread;
     void *keys, *values;
     const float *fresh_keys, *fresh_values;
-    const int64_t* index;
-    const uint8_t* inside;
+    const int32_t* positions;
+    const uint8_t *valid, *kept;
     int64_t key_strides[3], value_strides[3];
     int64_t batch, heads, num, fresh, key_dim, value_dim, halves, threads;
     int64_t block, seeds, roomy, fine, medium, settled, step, turn;
@@ -212,10 +212,9 @@ class Parts {
         used += others.used;
     }
 
-    // Of so many tokens those that leave, or as many seeds as there is room for, lined up for the others.
-    void take_tokens(int64_t from, int64_t number) {
-        for (int64_t at = place * all.fresh + from; number--; ++at)
-            if (all.inside[at]) listed.push_back(all.index[at]);
+    // These tokens, or as many seeds as there is room for, lined up for the others.
+    void take_tokens(const int64_t* first, const int64_t* end) {
+        listed.assign(first, end);
         const int64_t fresh = listed.size(), most = std::min<int64_t>(fresh, count.size());
         for (; used < most; ++used) {
             copy(listed[used * fresh / most], mean(used));
@@ -350,19 +349,40 @@ void thin(std::vector<Parts>& heads, const Joining& all) {
     }
 }
 
+// The tokens of a head that leave, oldest first.
+std::vector<int64_t> leaving(const Joining& all, int64_t place) {
+    const int64_t first = place * all.fresh;
+    std::vector<int64_t> gone;
+    for (int64_t token = 0; token < all.fresh; ++token)
+        if (all.valid[first + token] && !all.kept[first + token]) gone.push_back(token);
+    const int32_t* positions = all.positions + first;
+    std::stable_sort(gone.begin(), gone.end(), [&](int64_t a, int64_t b) { return positions[a] < positions[b]; });
+    return gone;
+}
+
 }  // namespace
 
 extern "C" void join_centroids(const Joining* all) {
     const int64_t places = all->batch * all->heads, most = std::max(all->seeds, all->roomy * all->num);
-    for (int64_t from = 0; from < all->fresh; from += all->block) {
-        const int64_t number = std::min(all->block, all->fresh - from);
+    std::vector<std::vector<int64_t>> gone(places);
+    int64_t longest = 0;
+    for (int64_t place = 0; place < places; ++place) {
+        gone[place] = leaving(*all, place);
+        longest = std::max<int64_t>(longest, gone[place].size());
+    }
+    for (int64_t from = 0; from < longest; from += all->block) {
+        const int64_t number = std::min(all->block, longest - from);
         std::vector<Parts> fresh;
         for (int64_t place = 0; place < places; ++place) fresh.emplace_back(*all, place, std::min(number, most));
 #pragma omp parallel for num_threads(number > most ? all->threads : 1)
-        for (int64_t place = 0; place < places; ++place) fresh[place].take_tokens(from, number);
+        for (int64_t place = 0; place < places; ++place) {
+            const int64_t length = gone[place].size(), *list = gone[place].data();
+            fresh[place].take_tokens(list + std::min(from, length), list + std::min(from + number, length));
+        }
         thin(fresh, *all);
 #pragma omp parallel for num_threads(all->threads) schedule(dynamic)
         for (int64_t place = 0; place < places; ++place) {
+            if (!fresh[place].number()) continue;
             Parts total(*all, place, all->num + fresh[place].number());
             total.take_centroids();
             total.take(fresh[place]);

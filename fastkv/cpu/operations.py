@@ -198,7 +198,7 @@ def keydiff_scores(
     check_alike("keydiff_scores", keys.shape[:3], mask=mask, positions=positions)
     (rows, strides), out = in_rows(keys), torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
     valid = torch.ones_like(out, dtype=torch.bool) if mask is None else mask.contiguous()
-    turn = (None, None, None) if rotary is None or positions is None else turns(rotary, positions, valid)
+    turn = (None, None, None) if rotary is None or positions is None else turns(rotary, positions)
     sizes = *rows.shape, strides, anchor == "normalized_mean", torch.get_num_threads(), EPSILON
     cpu.run("key_scores", "unlike", "Unlike", rows, *turn, valid, out, *sizes)
     return out
@@ -216,7 +216,7 @@ def queries_ahead(
     check_alike("queries_ahead", (batch, num), positions=places)
     turned = rotary.halves(dim)
     rows, strides = in_rows(queries if turned else rotary.unrotate(queries.float(), places[:, None]))
-    *turn, places = turns(rotary, places, real, horizon) if turned else (None, None, places.int())
+    *turn, places = turns(rotary, places, horizon) if turned else (None, None, places.int())
     mean, covariance = rows.new_empty(batch, heads, 1, dim), rows.new_empty(batch, heads, dim, dim)
     count = torch.empty(batch, 1, 1, dtype=torch.int64, device=rows.device)
     sizes = *queries.shape, torch.get_num_threads(), strides, horizon, sinks, rotary.scaling
@@ -228,11 +228,9 @@ def queries_ahead(
     return mean, covariance, count
 
 
-def turns(rotary: Rotary, positions: Tensor, valid: Tensor, ahead: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """cos and sin of all positions so far and `ahead` more, without the scaling, [P, R/2], and int32 positions, where
-    valid below P.
-    """
-    last = int(torch.where(valid, positions, 0).max()) if positions.numel() else 0
+def turns(rotary: Rotary, positions: Tensor, ahead: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """cos and sin of all positions and `ahead` more, without the scaling, [P, R/2], and the positions in int32."""
+    last = int(positions.max()) if positions.numel() else 0
     return *turn_table(rotary, 1 << (last + ahead).bit_length()), positions.int().contiguous()
 
 
@@ -376,20 +374,6 @@ def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, 
 select_each = select
 
 
-def gone_first(positions: Tensor, valid: Tensor, kept: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Indices [B, Hkv, most] of the candidates that leave, in order of position, then any; and which are those."""
-    if not cpu.available("choice") or positions.dtype != torch.int32:
-        gone = valid & ~kept
-        index = reference.in_order(positions, gone)[..., :most]
-        return index, gone.gather(-1, index)
-    most = min(most, valid.shape[-1])
-    inside = valid.new_empty(*valid.shape[:-1], most)
-    index = torch.empty_like(inside, dtype=torch.int64)
-    tensors = (one.contiguous() for one in (positions, valid, kept))
-    cpu.run("choice", "order", "Ordering", *tensors, index, inside, most, *heads_of(valid))
-    return index, inside
-
-
 def heads_of(rows: Tensor) -> tuple[int, int, int]:
     """Of [B, Hkv, N]: B * Hkv, N and how many threads there are."""
     return rows.shape[:-1].numel(), rows.shape[-1], torch.get_num_threads()
@@ -441,12 +425,12 @@ def remember(
     """`reference.remember`; centroids without an operator for each term."""
     parts = state.parts
     ready = isinstance(parts, Centroids) and parts.keys.dtype in compiled_slots.MEANS and cpu.available("joins")
+    ready = ready and positions.dtype == torch.int32
     if not isinstance(parts, Centroids) or not ready or not all(one.is_contiguous() for one in parts.tensors()):
         reference.remember(keys, values, positions, valid, kept, most, state, spec)
         return
     check_alike("remember", keys.shape[:3], positions=positions, valid=valid, kept=kept)
-    index, inside = gone_first(positions, valid, kept, most)
-    join(parts, keys, values, index, inside)
+    join(parts, keys, values, positions, valid, kept)
 
 
 def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: float | None = None) -> Tensor:
@@ -466,14 +450,15 @@ def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: f
 CONSTANTS = ("BLOCK", "SEEDS", "ROOMY", "FINE", "MEDIUM", "SETTLED", "STEP", "TURN")  # of `Centroids.add`
 
 
-def join(parts: Centroids, keys: Tensor, values: Tensor, index: Tensor, inside: Tensor) -> None:
-    """`parts` become `parts.add` of the rows at `index`, as far as they are `inside`, in place.
+def join(parts: Centroids, keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor, kept: Tensor) -> None:
+    """`parts` become `parts.add` of the rows that are valid and not kept, in the order of their positions, in place.
 
-    Args: keys [B, Hkv, N, Dk] and values [B, Hkv, N, Dv] in any float dtype; index [B, Hkv, m] int64, inside bool.
+    Args: keys [B, Hkv, N, Dk] and values [B, Hkv, N, Dv] in any float dtype; [B, Hkv, N]: positions int32, valid, kept.
     """
     (keys, key_strides), (values, value_strides) = in_rows(keys), in_rows(values)
-    tensors = parts.count, parts.spread, parts.keys, parts.values, keys, values, index.contiguous(), inside.contiguous()
-    sizes = *parts.count.shape, index.shape[2], keys.shape[-1], values.shape[-1]
+    rows = (one.contiguous() for one in (positions, valid, kept))
+    tensors = parts.count, parts.spread, parts.keys, parts.values, keys, values, *rows
+    sizes = *parts.count.shape, keys.shape[2], keys.shape[-1], values.shape[-1]
     halves = parts.keys.dtype == torch.bfloat16
     constants = (getattr(centroids, name) for name in CONSTANTS)
     rest = *sizes, halves, torch.get_num_threads(), *constants

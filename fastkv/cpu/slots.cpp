@@ -221,6 +221,23 @@ struct Coded {
     Moving codes, scales;
 };
 
+// The slots of a layer, and what has a row for each of them, or is null. lengths [batch, heads]: how many a head uses;
+// starts [batch, heads + 1]: where those of heads that share a row of them begin, or null; strides in elements, of batch
+// rows. room: slots of a head of equal heads; dim, value_dim: numbers of a key and a value.
+struct Slots {
+    Coded keys, values;
+    Moving positions, bias, memory;
+    int32_t* lengths;
+    const int32_t* starts;
+    int64_t batch, heads, room, dim, value_dim, length_stride, start_stride;
+
+    int32_t& length_of(int64_t batch, int64_t head) const { return lengths[batch * length_stride + head]; }
+    int32_t& length_of(int64_t place) const { return length_of(place / heads, place % heads); }
+    // The first slot of a head in its row, and the one behind its last.
+    int64_t first_of(int64_t batch, int64_t head) const { return starts ? starts[batch * start_stride + head] : 0; }
+    int64_t end_of(int64_t batch, int64_t head) const { return starts ? starts[batch * start_stride + head + 1] : room; }
+};
+
 // rows [batch, heads, slots, dim] of fp32, or halves of bfloat16, and their codes.
 struct Rows {
     Coded coded;
@@ -229,36 +246,30 @@ struct Rows {
     int64_t batch, heads, slots, dim, threads;
 };
 
-// What is stored of the first slots of every head, positions and memory, or none, and where it is read to, or null:
-// [batch, heads, slots, dim] fp32 and [batch, heads, slots]; lengths and starts as in Attention.
+// Where the first `number` slots of every head are read to, or null: [batch, heads, number, dim] fp32 and
+// [batch, heads, number].
 struct Reading {
-    Coded keys, values;
-    Moving positions, memory;
+    Slots slots;
     float *to_keys, *to_values, *to_memory;
-    int32_t *to_positions, *lengths;
-    const int32_t* starts;
-    int64_t batch, heads, slots, dim, value_dim, threads, length_stride, start_stride;
+    int32_t* to_positions;
+    int64_t number, threads;
 };
 
-// A block: new keys and values of every token, of plain slots as these are stored, else fp32, and where they go; which
-// are kept, [batch, heads, number], positions and, or none, what is known of each. room: slots of a head of equal heads;
-// behind: whether they come behind the tokens in use, or these are gone; lengths and starts as of `Attention`.
+// A block: new keys and values of every token, of plain slots as these are stored, else fp32, positions and, or none,
+// what is known of each; which are kept, [batch, heads, number]. behind: whether they come behind the tokens in use, or
+// these are gone.
 struct Keeping {
-    Coded keys, values;
-    Moving new_keys, new_values, positions, new_positions, memory, known;
+    Slots slots;
+    Moving new_keys, new_values, new_positions, known;
     const uint8_t* kept;
-    int32_t* lengths;
-    const int32_t* starts;
-    int64_t batch, heads, number, dim, value_dim, room, behind, threads, length_stride, start_stride;
+    int64_t number, behind, threads;
 };
 
 // A token for every head, or none: rows [batch, heads, dim] of keys and values, of plain slots as they are stored, else
-// fp32. seen [batch]: its position; room: slots of a head of equal heads; strides in elements, of batch rows and heads.
+// fp32. seen [batch]: its position; stride in elements.
 struct Token {
     const void *keys, *values;
-    int32_t* positions;
-    int64_t* seen;
-    int64_t position_strides[2], seen_stride, room;
+    int64_t *seen, seen_stride;
 };
 
 // What stands for the evicted tokens of every head, or nothing: centroids [batch, heads, number, dim] with count and
@@ -272,38 +283,27 @@ struct Evicted {
     int64_t strides[6], number, halves;
 };
 
-// queries, out [batch, heads, rows, dim], lse and mass (of the evicted) [batch, heads, rows], lengths [batch, heads],
-// whose heads lie side by side; or none: bias [batch, heads, slots] of logits, starts [batch, heads + 1] of heads that
-// own stretches of one row, sinks [heads, rows], received: what slots have received. Strides in elements, of batch rows,
-// and of heads for what they have received.
+// queries, out [batch, heads, rows, dim], lse and mass (of the evicted) [batch, heads, rows]; or none: bias [batch, heads,
+// number] of logits of the first slots, sinks [heads, rows], received: what slots have received, whose strides are in
+// elements, of batch rows and heads.
 struct Attention {
-    Coded keys, values;
+    Slots slots;
     Token token;
     Evicted evicted;
-    int32_t* lengths;
-    const int32_t* starts;
     const float *queries, *bias, *sinks;
     float *out, *lse, *mass, *received;
     int64_t received_strides[2];
-    int64_t batch, heads, rows, dim, slots, threads, length_stride, start_stride;
+    int64_t rows, number, threads;
     float scale;
-
-    // Where the slots of a head begin in its row, and those of the next; null where heads do not share a row.
-    const int32_t* stretch_of(int64_t batch, int64_t head) const {
-        return starts ? starts + batch * start_stride + head : nullptr;
-    }
-    int64_t first_of(int64_t batch, int64_t head) const { return starts ? *stretch_of(batch, head) : 0; }
 };
 
-// valid, kept [batch, heads, slots]: which are tokens, and which stay; known likewise: a number of each, for `memory`, or
-// none; lengths and starts as in Attention; count [batch, heads]: grows by how many leave, or none.
+// valid, kept [batch, heads, number]: which are tokens, and which stay; known likewise: a number of each, for the memory,
+// or none; count [batch, heads]: grows by how many leave, or none.
 struct Leaving {
-    Moving parts[6], memory;
-    int32_t* lengths;
-    const int32_t* starts;
+    Slots slots;
     const uint8_t *valid, *kept;
     const float* known;
-    int64_t *count, number, batch, heads, slots, length_stride, start_stride;
+    int64_t *count, number;
 };
 
 // Of `places` heads, each with `number` centroids: products of their keys with rows of queries [places, rows, dim], which
@@ -343,13 +343,13 @@ class Stretch {
     template <typename Format>
     const float* read(const Coded& from, int64_t first) {
         int64_t count = std::min<int64_t>(length - first, TILE);
-        if (std::is_same<Format, Float32>::value && count == TILE && from.codes.strides[2] == all.dim * 4)
+        if (std::is_same<Format, Float32>::value && count == TILE && from.codes.strides[2] == all.slots.dim * 4)
             return reinterpret_cast<const float*>(from.codes.at(batch, head, first_slot + first));
         float* tile = room.data();
         for (int64_t i = 0, slot = first_slot + first; i < count; ++i, ++slot)
-            Format::read(from.codes.at(batch, head, slot), from.scales.at(batch, head, slot), tile + i * all.dim,
-                         all.dim);
-        for (int64_t i = count * all.dim; i < TILE * all.dim; i += WIDE) store(tile + i, Floats{});
+            Format::read(from.codes.at(batch, head, slot), from.scales.at(batch, head, slot), tile + i * all.slots.dim,
+                         all.slots.dim);
+        for (int64_t i = count * all.slots.dim; i < TILE * all.slots.dim; i += WIDE) store(tile + i, Floats{});
         return tile;
     }
 
@@ -359,12 +359,12 @@ class Stretch {
         constexpr int ROWS = std::min(4, std::max(1, SUMS / (N * PIECES) & ~1));  // at a time
         for (int first = 0; first < TILE; first += ROWS) {
             Native sums[N][ROWS][PIECES] = {};
-            for (int64_t i = 0; i < all.dim; i += WIDE)
+            for (int64_t i = 0; i < all.slots.dim; i += WIDE)
                 for (int p = 0; p < PIECES; ++p) {
                     Native rows[ROWS];
-                    for (int j = 0; j < ROWS; ++j) rows[j] = native(tile + (first + j) * all.dim + i + p * NATIVE);
+                    for (int j = 0; j < ROWS; ++j) rows[j] = native(tile + (first + j) * all.slots.dim + i + p * NATIVE);
                     for (int n = 0; n < N; ++n) {
-                        Native numbers = native(query + n * all.dim + i + p * NATIVE);
+                        Native numbers = native(query + n * all.slots.dim + i + p * NATIVE);
                         for (int j = 0; j < ROWS; ++j) sums[n][j][p] += numbers * rows[j];
                     }
                 }
@@ -376,17 +376,17 @@ class Stretch {
     // Adds to out [N, dim] the tile's rows times weights[n * width + row].
     template <int N>
     void add(const float* tile, const float* weights, float* out) {
-        for (int64_t i = 0; i < all.dim; i += WIDE) {
+        for (int64_t i = 0; i < all.slots.dim; i += WIDE) {
             Native sums[N][PIECES];
             for (int n = 0; n < N; ++n)
-                for (int p = 0; p < PIECES; ++p) sums[n][p] = native(out + n * all.dim + i + p * NATIVE);
+                for (int p = 0; p < PIECES; ++p) sums[n][p] = native(out + n * all.slots.dim + i + p * NATIVE);
             for (int j = 0; j < TILE; ++j)
                 for (int p = 0; p < PIECES; ++p) {
-                    Native row = native(tile + j * all.dim + i + p * NATIVE);
+                    Native row = native(tile + j * all.slots.dim + i + p * NATIVE);
                     for (int n = 0; n < N; ++n) sums[n][p] += weights[n * width + j] * row;
                 }
             for (int n = 0; n < N; ++n)
-                for (int p = 0; p < PIECES; ++p) store_native(out + n * all.dim + i + p * NATIVE, sums[n][p]);
+                for (int p = 0; p < PIECES; ++p) store_native(out + n * all.slots.dim + i + p * NATIVE, sums[n][p]);
         }
     }
 
@@ -425,37 +425,37 @@ class Stretch {
 
     // weights: room for [rows, STRETCH] numbers.
     Stretch(const Attention& all, const Part& part, Room& rooms, float* weights)
-        : all(all), batch(part.place / all.heads), head(part.place % all.heads), place(part.place),
-          first_slot(all.first_of(batch, head) + part.first), begin(part.first),
+        : all(all), batch(part.place / all.slots.heads), head(part.place % all.slots.heads), place(part.place),
+          first_slot(all.slots.first_of(batch, head) + part.first), begin(part.first),
           length(part.last - part.first), width((length + TILE - 1) / TILE * TILE), room(rooms[0]), queries(rooms[1]),
           weights(weights) {
-        room.resize(TILE * all.dim);
-        queries.assign(all.queries + place * all.rows * all.dim, all.queries + (place + 1) * all.rows * all.dim);
+        room.resize(TILE * all.slots.dim);
+        queries.assign(all.queries + place * all.rows * all.slots.dim, all.queries + (place + 1) * all.rows * all.slots.dim);
     }
 
     // out [rows, dim]: the sum of values, each times e^(logit - top); tops and sums [rows]: of these weights.
     void attend(float* out, float* tops, float* sums) {
-        const int64_t rows = all.rows, dim = all.dim;
+        const int64_t rows = all.rows, dim = all.slots.dim;
         for (int64_t row = 0; row < rows; ++row) {
             float* query = &queries[row * dim];
             if (Keys::TURNED) SINGLE.turn(query, dim);
             for (int64_t i = 0; i < dim; i += WIDE) store(query + i, floats(query + i) * all.scale);
         }
         for (int64_t first = 0; first < length; first += TILE) {
-            const float* tile = read<Keys>(all.keys, first);
+            const float* tile = read<Keys>(all.slots.keys, first);
             grouped([&](int64_t row, auto some) {
                 multiply<decltype(some)::value>(tile, &queries[row * dim], weights + row * width + first);
             });
         }
         for (int64_t row = 0; row < rows; ++row) {
             float* mine = weights + row * width;
-            const float* bias = all.bias ? all.bias + place * all.slots + begin : nullptr;
+            const float* bias = all.bias ? all.bias + place * all.number + begin : nullptr;
             for (int64_t i = 0; bias && i < length; ++i) mine[i] += bias[i];
             for (int64_t i = length; i < width; ++i) mine[i] = -__builtin_inff();
             tops[row] = exponentials(mine, sums + row);
         }
         for (int64_t first = 0; first < length; first += TILE) {
-            const float* tile = read<Values>(all.values, first);
+            const float* tile = read<Values>(all.slots.values, first);
             grouped([&](int64_t row, auto some) {
                 add<decltype(some)::value>(tile, weights + row * width + first, out + row * dim);
             });
@@ -523,7 +523,7 @@ class Estimate {
     std::optional<Weights> weights;
 
     const uint8_t* at(const uint8_t* part, int which, int64_t place, int64_t bytes) const {
-        return part + place / all.heads * from.strides[which] + place % all.heads * bytes;
+        return part + place / all.slots.heads * from.strides[which] + place % all.slots.heads * bytes;
     }
     const float* numbers_at(const uint8_t* part, int which, int64_t place, int64_t numbers) const {
         return reinterpret_cast<const float*>(at(part, which, place, numbers * 4));
@@ -540,7 +540,7 @@ class Estimate {
     }
 
   public:
-    Estimate(const Attention& all, int64_t place) : all(all), from(all.evicted), dim(all.dim), number(from.number) {
+    Estimate(const Attention& all, int64_t place) : all(all), from(all.evicted), dim(all.slots.dim), number(from.number) {
         if (!number) {
             key_mean = numbers_at(from.keys, KEYS, place, dim);
             value_mean = numbers_at(from.values, VALUES, place, dim);
@@ -618,7 +618,8 @@ void mix(const Mixing& all) {
 template <typename Values>
 void join(const Attention& all, int64_t place, const Part* parts, int64_t number, const float* outs, const float* tops,
           const float* sums, const float* weights) {
-    const int64_t rows = all.rows, dim = all.dim, batch = place / all.heads, head = place % all.heads;
+    const int64_t rows = all.rows, dim = all.slots.dim, heads = all.slots.heads, batch = place / heads,
+                  head = place % heads;
     std::vector<float> shares(number), mine(dim), value(dim);
     std::optional<Estimate> estimate;
     if (all.evicted.keys) estimate.emplace(all, place);
@@ -656,7 +657,7 @@ void join(const Attention& all, int64_t place, const Part* parts, int64_t number
         std::copy(mine.begin(), mine.end(), all.out + at * dim);
         if (!all.received) continue;
         float* received = all.received + batch * all.received_strides[0] +
-                          (all.starts ? all.first_of(batch, head) : head * all.received_strides[1]);
+                          (all.slots.starts ? all.slots.first_of(batch, head) : head * all.received_strides[1]);
         for (int64_t part = 0; part < number; ++part) {
             const int64_t length = parts[part].last - parts[part].first, width = (length + TILE - 1) / TILE * TILE;
             const float* given = weights + part * rows * STRETCH + row * width;
@@ -684,19 +685,17 @@ const void* row_of(const void* rows, int64_t place, int64_t dim) {
 
 // Stores the token in the first free slot of every head that has one.
 template <typename Keys, typename Values>
-void append(const Attention& all) {
-    const Token& token = all.token;
-    for (int64_t batch = 0; batch < all.batch; ++batch) {
+void append(const Slots& slots, const Token& token) {
+    for (int64_t batch = 0; batch < slots.batch; ++batch) {
         int64_t& seen = token.seen[batch * token.seen_stride];
-        for (int64_t head = 0; head < all.heads; ++head) {
-            int64_t place = batch * all.heads + head;
-            const int32_t* owned = all.stretch_of(batch, head);
-            int32_t& length = all.lengths[batch * all.length_stride + head];
-            if (length >= (owned ? owned[1] - owned[0] : token.room)) continue;
-            int64_t slot = (owned ? owned[0] : 0) + length++;
-            put<Keys>(row_of<Keys>(token.keys, place, all.dim), all.dim, all.keys, batch, head, slot);
-            put<Values>(row_of<Values>(token.values, place, all.dim), all.dim, all.values, batch, head, slot);
-            token.positions[batch * token.position_strides[0] + head * token.position_strides[1] + slot] = seen;
+        for (int64_t head = 0; head < slots.heads; ++head) {
+            const int64_t place = batch * slots.heads + head;
+            const int64_t slot = slots.first_of(batch, head) + slots.length_of(batch, head);
+            if (slot >= slots.end_of(batch, head)) continue;
+            put<Keys>(row_of<Keys>(token.keys, place, slots.dim), slots.dim, slots.keys, batch, head, slot);
+            put<Values>(row_of<Values>(token.values, place, slots.dim), slots.dim, slots.values, batch, head, slot);
+            *reinterpret_cast<int32_t*>(slots.positions.at(batch, head, slot)) = seen;
+            ++slots.length_of(batch, head);
         }
         ++seen;
     }
@@ -704,21 +703,21 @@ void append(const Attention& all) {
 
 template <typename Keys, typename Values>
 void attend(const Attention& all) {
-    if (all.token.keys) append<Keys, Values>(all);
-    const int64_t places = all.batch * all.heads, rows = all.rows;
+    const Slots& slots = all.slots;
+    if (all.token.keys) append<Keys, Values>(slots, all.token);
+    const int64_t places = slots.batch * slots.heads, rows = all.rows;
     std::vector<Part> parts;
     std::vector<int64_t> begins;  // of each place, among the parts
     for (int64_t place = 0; place < places; ++place) {
         begins.push_back(parts.size());
-        int64_t held = all.lengths[place / all.heads * all.length_stride + place % all.heads];
-        int64_t length = std::min(held, all.slots);
+        const int64_t length = std::min<int64_t>(slots.length_of(place), all.number);
         for (int64_t first = 0; first < length; first += STRETCH)
             parts.push_back({place, first, std::min(first + STRETCH, length)});
     }
     begins.push_back(parts.size());
     int64_t products = 0;
-    for (const Part& part : parts) products += (part.last - part.first) * rows * all.dim;
-    std::vector<float> outs(parts.size() * rows * all.dim), tops(parts.size() * rows), sums(parts.size() * rows);
+    for (const Part& part : parts) products += (part.last - part.first) * rows * slots.dim;
+    std::vector<float> outs(parts.size() * rows * slots.dim), tops(parts.size() * rows), sums(parts.size() * rows);
     std::vector<float> weights(all.received ? parts.size() * rows * STRETCH : 0);
 #pragma omp parallel num_threads(products < ALONE ? 1 : all.threads)
     {
@@ -728,12 +727,12 @@ void attend(const Attention& all) {
         for (size_t part = 0; part < parts.size(); ++part) {
             float* mine = all.received ? &weights[part * rows * STRETCH] : own.data();
             Stretch<Keys, Values>(all, parts[part], room, mine)
-                .attend(&outs[part * rows * all.dim], &tops[part * rows], &sums[part * rows]);
+                .attend(&outs[part * rows * slots.dim], &tops[part * rows], &sums[part * rows]);
         }
 #pragma omp for
         for (int64_t place = 0; place < places; ++place) {
             const int64_t first = begins[place];
-            join<Values>(all, place, parts.data() + first, begins[place + 1] - first, outs.data() + first * rows * all.dim,
+            join<Values>(all, place, parts.data() + first, begins[place + 1] - first, outs.data() + first * rows * slots.dim,
                          tops.data() + first * rows, sums.data() + first * rows,
                          weights.data() + first * rows * STRETCH);
         }
@@ -742,34 +741,33 @@ void attend(const Attention& all) {
 
 // The last tokens that stay move into the slots of the first that leave.
 bool leave(const Leaving& all) {
-    for (int64_t place = 0; place < all.batch * all.heads; ++place)
-        for (int64_t slot = 0; slot < all.slots; ++slot) {
-            const int64_t length = all.lengths[place / all.heads * all.length_stride + place % all.heads];
-            if (bool(all.valid[place * all.slots + slot]) != (slot < length)) return false;
-        }
-    for (int64_t place = 0; place < all.batch * all.heads; ++place) {
-        const int64_t batch = place / all.heads, head = place % all.heads;
-        int32_t& length = all.lengths[batch * all.length_stride + head];
-        const uint8_t* kept = all.kept + place * all.slots;
-        const int64_t first = all.starts ? all.starts[batch * all.start_stride + head] : 0;
-        const float* known = all.known ? all.known + place * all.slots : nullptr;
+    const Slots& slots = all.slots;
+    const int64_t places = slots.batch * slots.heads;
+    for (int64_t place = 0; place < places; ++place)
+        for (int64_t slot = 0; slot < all.number; ++slot)
+            if (bool(all.valid[place * all.number + slot]) != (slot < slots.length_of(place))) return false;
+    for (int64_t place = 0; place < places; ++place) {
+        const int64_t batch = place / slots.heads, head = place % slots.heads, first = slots.first_of(batch, head);
+        int32_t& length = slots.length_of(place);
+        const uint8_t* kept = all.kept + place * all.number;
+        const float* known = all.known ? all.known + place * all.number : nullptr;
         auto remember = [&](int64_t slot, float number) {
-            if (known) *reinterpret_cast<float*>(all.memory.at(batch, head, first + slot)) = number;
+            if (known) *reinterpret_cast<float*>(slots.memory.at(batch, head, first + slot)) = number;
         };
         int64_t hole = 0, last = length;
-        const int64_t room = all.starts ? all.starts[batch * all.start_stride + head + 1] - first : all.slots;
-        for (int64_t slot = 0; known && slot < std::min(room, all.slots); ++slot)
+        for (int64_t slot = 0; known && slot < std::min(slots.end_of(batch, head) - first, all.number); ++slot)
             remember(slot, slot < length && kept[slot] ? known[slot] : 0);
         while (true) {
             while (hole < last && kept[hole]) ++hole;
             while (hole < last && !kept[last - 1]) --last;
             if (hole >= last) break;
             --last;
-            for (int64_t i = 0; i < all.number; ++i) {
-                uint8_t* row = all.parts[i].at(batch, head, first);
-                const int64_t stride = all.parts[i].strides[2];
-                std::memcpy(row + hole * stride, row + last * stride, all.parts[i].size);
-            }
+            for (const Moving* part : {&slots.keys.codes, &slots.values.codes, &slots.keys.scales, &slots.values.scales,
+                                       &slots.positions, &slots.bias})
+                if (part->rows) {
+                    const uint8_t* from = part->at(batch, head, first + last);
+                    std::memcpy(part->at(batch, head, first + hole), from, part->size);
+                }
             remember(hole++, known ? known[last] : 0);
             remember(last, 0);
         }
@@ -782,12 +780,13 @@ bool leave(const Leaving& all) {
 // The tokens of every head, decoded, equally many for all; zeros behind those in use.
 template <typename Keys, typename Values>
 void read(const Reading& all) {
+    const Slots& slots = all.slots;
 #pragma omp parallel for collapse(2) num_threads(all.threads)
-    for (int64_t place = 0; place < all.batch * all.heads; ++place)
-        for (int64_t slot = 0; slot < all.slots; ++slot) {
-            const int64_t batch = place / all.heads, head = place % all.heads, at = place * all.slots + slot;
-            const bool used = slot < all.lengths[batch * all.length_stride + head];
-            const int64_t from = (all.starts ? all.starts[batch * all.start_stride + head] : 0) + slot;
+    for (int64_t place = 0; place < slots.batch * slots.heads; ++place)
+        for (int64_t slot = 0; slot < all.number; ++slot) {
+            const int64_t batch = place / slots.heads, head = place % slots.heads, at = place * all.number + slot;
+            const bool used = slot < slots.length_of(place);
+            const int64_t from = slots.first_of(batch, head) + slot;
             auto row = [&](auto format, const Coded& coded, float* to, int64_t dim) {
                 using Format = decltype(format);
                 if (!to) return;
@@ -800,8 +799,8 @@ void read(const Reading& all) {
                 Format::read(coded.codes.at(batch, head, from), scales, to, dim);
                 if (Format::TURNED) SINGLE.turn(to, dim);
             };
-            row(Keys(), all.keys, all.to_keys, all.dim);
-            row(Values(), all.values, all.to_values, all.value_dim);
+            row(Keys(), slots.keys, all.to_keys, slots.dim);
+            row(Values(), slots.values, all.to_values, slots.value_dim);
             auto number = [&](const Moving& numbers, void* to) {
                 if (!to) return;
                 char* place_of = static_cast<char*>(to) + at * sizeof(float);
@@ -810,32 +809,35 @@ void read(const Reading& all) {
                 else
                     std::memset(place_of, 0, sizeof(float));
             };
-            number(all.positions, all.to_positions);
-            number(all.memory, all.to_memory);
+            number(slots.positions, all.to_positions);
+            number(slots.memory, all.to_memory);
         }
 }
 
 template <typename Keys, typename Values>
 void keep(const Keeping& all) {
+    const Slots& slots = all.slots;
+    const bool known = all.known.rows && slots.memory.rows;
 #pragma omp parallel for num_threads(all.threads)
-    for (int64_t place = 0; place < all.batch * all.heads; ++place) {
-        const int64_t batch = place / all.heads, head = place % all.heads;
-        const int32_t* owned = all.starts ? all.starts + batch * all.start_stride + head : nullptr;
-        const int64_t first = owned ? owned[0] : 0, end = owned ? owned[1] : all.room;
+    for (int64_t place = 0; place < slots.batch * slots.heads; ++place) {
+        const int64_t batch = place / slots.heads, head = place % slots.heads;
+        const int64_t first = slots.first_of(batch, head), end = slots.end_of(batch, head);
         const uint8_t* kept = all.kept + place * all.number;
-        auto number = [&](const Moving& numbers, int64_t at) { return numbers.at(batch, head, at); };
-        int32_t& length = all.lengths[batch * all.length_stride + head];
+        int32_t& length = slots.length_of(place);
         int64_t slot = first + (all.behind ? length : 0);
+        auto copy = [&](const Moving& from, int64_t n, const Moving& to) {
+            std::memcpy(to.at(batch, head, slot), from.at(batch, head, n), to.size);
+        };
         for (int64_t n = 0; n < all.number; ++n) {
             if (!kept[n] || slot == end) continue;
-            put<Keys>(all.new_keys.at(batch, head, n), all.dim, all.keys, batch, head, slot);
-            put<Values>(all.new_values.at(batch, head, n), all.value_dim, all.values, batch, head, slot);
-            std::memcpy(number(all.positions, slot), number(all.new_positions, n), sizeof(int32_t));
-            if (all.memory.rows) std::memcpy(number(all.memory, slot), number(all.known, n), sizeof(float));
+            put<Keys>(all.new_keys.at(batch, head, n), slots.dim, slots.keys, batch, head, slot);
+            put<Values>(all.new_values.at(batch, head, n), slots.value_dim, slots.values, batch, head, slot);
+            copy(all.new_positions, n, slots.positions);
+            if (known) copy(all.known, n, slots.memory);
             ++slot;
         }
         length = int32_t(slot - first);
-        for (; all.memory.rows && slot < end; ++slot) std::memset(number(all.memory, slot), 0, sizeof(float));
+        for (; known && slot < end; ++slot) std::memset(slots.memory.at(batch, head, slot), 0, slots.memory.size);
     }
 }
 

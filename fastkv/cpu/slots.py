@@ -30,8 +30,10 @@ MIXED = {
 }
 
 
-def rows_at(part: Tensor, shared: bool) -> Any:
-    """Rows [B, Hkv, C, ...], or [B, S, ...] of heads that share slots; None where a row is in several pieces."""
+def rows_at(part: Tensor | None, shared: bool) -> Any:
+    """Rows [B, Hkv, C, ...], [B, S, ...] of heads that share slots, or none. None where a row is in several pieces."""
+    if part is None:
+        return C.Moving()
     axes = 2 if shared else 3
     size, strides = part.element_size(), part.stride()
     numbers = 1
@@ -43,11 +45,11 @@ def rows_at(part: Tensor, shared: bool) -> Any:
     return C.Moving(part.data_ptr(), Three(*(size * stride for stride in (strides[0], *of_head))), size * numbers)
 
 
-def coded_at(codes: Tensor, scales: Tensor | None) -> Any:
-    """Codes [B, Hkv, N, width] and scales [B, Hkv, N, ...]; or [B, N, ...] of heads that share slots. Plain rows
-    have no scales. None where a row is in several pieces.
+def coded_at(codes: Tensor | None, scales: Tensor | None) -> Any:
+    """Codes [B, Hkv, N, width] and scales [B, Hkv, N, ...]; or [B, N, ...] of heads that share slots; or neither. Plain
+    rows have no scales. None where a row is in several pieces.
     """
-    parts = [C.Moving() if part is None else rows_at(part, codes.ndim == 3) for part in (codes, scales)]
+    parts = [rows_at(part, codes is not None and codes.ndim == 3) for part in (codes, scales)]
     return None if None in parts else C.Coded(*parts)
 
 
@@ -96,60 +98,62 @@ def decode_rows(form: RowFormat, codes: Tensor, scales: Tensor | None, dtype: to
     return rows.to(dtype)
 
 
-class Standing:
-    """What is the same in every step of a layer, found once for the tensors it has.
+class Told:
+    """What C++ is told of some tensors, found once for them: the same in every step.
 
-    Attributes: tensors: that it was found for.  place: address of the keys. Tensors that become shared between
+    Attributes: things: that it was found for.  place: an address among them. Tensors that become shared between
         processes move, all of a state at once, so one address tells; to ask every tensor for its own is slow.
-        attention: with these; None where `step` cannot be used.
-        takes: whether a token can be stored in that call, too.
+        given: the struct; None where C++ cannot be used.
     """
 
-    def __init__(self, tensors: tuple[Tensor | None, ...], state: LayerState, known: Evicted | None, dim: int) -> None:
-        self.tensors, self.attention, self.takes, slots = tensors, None, False, state.exact
-        self.place = slots.keys.data_ptr()
-        if slots.values is None or not (attends(slots, dim) and mixes(known)):
-            return
-        pairs = coded_at(slots.keys, slots.key_scales), coded_at(slots.values, slots.value_scales)
-        if None in pairs:
-            return
-        self.attention = given = C.Attention(*pairs)
-        received, positions = slots.attention, slots.positions
-        tell_owners(given, slots)
-        if received is not None:
-            given.received, given.received_strides = received.data_ptr(), (c_int64 * 2)(*received.stride()[:2])
-        plain = positions is not None and positions.dtype == torch.int32 and positions.stride(-1) == 1
-        if positions is not None and plain and slots.bias is None and state.seen.dtype == torch.int64:
-            *strides, _ = positions.stride()
-            given.token = C.Token(None, None, positions.data_ptr(), state.seen.data_ptr(), (c_int64 * 2)(*strides))
-            given.token.seen_stride = state.seen.stride(0)
-            given.token.room, self.takes = slots.keys.shape[-2], True
-        for name, part in () if known is None else MIXED[type(known)].items():
-            tensor = getattr(known, part)
-            if tensor is not None:
-                setattr(given.evicted, name, tensor.data_ptr())
-                given.evicted.strides[POINTERS.index(name)] = tensor.element_size() * tensor.stride(0)
-        if isinstance(known, Centroids):
-            given.evicted.number, given.evicted.halves = known.num, known.keys.dtype == torch.bfloat16
-        given.batch, given.heads, given.dim = *slots.lengths.shape, dim
+    def __init__(self, things: tuple[Any, ...], place: int, given: Any) -> None:
+        self.things, self.place, self.given = things, place, given
+
+    def holds(self, things: tuple[Any, ...], place: int) -> bool:
+        """Whether they are still the same."""
+        return self.place == place and len(self.things) == len(things) and all(map(is_, self.things, things))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # what is copied or read from a file has other tensors, and finds its own
 
 
+def told(slots: Slots) -> Any:
+    """The slots for C++; None where a row is in several pieces, and unless what says which of them are whose is int32
+    and heads lie side by side. The first question compiles.
+    """
+    pairs = slots.keys, slots.values, slots.key_scales, slots.value_scales
+    things = (*pairs, slots.positions, slots.bias, slots.memory, slots.lengths, slots.starts)
+    standing, place = slots.standing, slots.keys.data_ptr()
+    if standing is None or not standing.holds(things, place):
+        slots.standing = standing = Told(things, place, described(slots))
+    return standing.given
+
+
+def described(slots: Slots) -> Any:
+    """`told`, anew."""
+    lengths, starts = slots.lengths, slots.starts
+    owned = [lengths] if starts is None else [lengths, starts]
+    if any(part.dtype != torch.int32 or part.stride(-1) != 1 for part in owned) or not cpu.available("slots"):
+        return None
+    parts = [coded_at(slots.keys, slots.key_scales), coded_at(slots.values, slots.value_scales)]
+    parts += [rows_at(part, starts is not None) for part in (slots.positions, slots.bias, slots.memory)]
+    if None in parts:
+        return None
+    first, by = (None, 0) if starts is None else (starts.data_ptr(), starts.stride(0))
+    sizes = *lengths.shape, slots.keys.shape[-2], slots.format.keys.dim(slots.keys.shape[-1]), slots.value_dim
+    return C.Slots(*parts, lengths.data_ptr(), first, *sizes, lengths.stride(0), by)
+
+
 def attends(slots: Slots, dim: int) -> bool:
-    """Whether `step` can attend to these slots. The first question compiles."""
-    keys, values = slots.keys, slots.values
-    if values is None or slots.value_dim != dim or not owned_as_expected(slots):
+    """Whether `step` can attend to slots that C++ was told of."""
+    keys, values, received = slots.keys, slots.values, slots.attention
+    if values is None or slots.value_dim != dim:
         return False
-    received = slots.attention
     if received is not None and (received.dtype != torch.float32 or received.stride(-1) != 1):
         return False
     if not slots.format.plain:
         return serves(slots.format.keys, dim)
-    alike = values.dtype == keys.dtype and keys.stride(-1) == values.stride(-1) == 1
-    fits = alike and keys.dtype in PLAIN and dim % WIDE == 0 and dim <= LONGEST
-    return fits and cpu.available("slots")
+    return values.dtype == keys.dtype and keys.dtype in PLAIN and dim % WIDE == 0 and dim <= LONGEST
 
 
 def mixes(known: Evicted | None) -> bool:
@@ -167,33 +171,50 @@ def mixes(known: Evicted | None) -> bool:
     return fits and all(tensor[0].is_contiguous() for tensor in known.tensors())
 
 
-def standing(state: LayerState, known: Evicted | None, dim: int) -> Standing:
-    """Of a state and what is known of its evicted tokens; it stays with the state until that has other tensors."""
-    slots, found = state.exact, state.standing
+def attention(state: LayerState, known: Evicted | None, dim: int) -> Any:
+    """What is the same for C++ in every step of a layer; None where `step` cannot be used."""
+    slots, standing = state.exact, state.standing
     parts = () if known is None else tuple(getattr(known, part) for part in MIXED.get(type(known), {}).values())
-    tensors = (
-        *(slots.keys, slots.values, slots.key_scales, slots.value_scales, slots.lengths, slots.starts),
-        *(slots.attention, slots.positions, slots.bias, state.seen, *parts),
-    )
-    same = found is not None and len(found.tensors) == len(tensors) and all(map(is_, found.tensors, tensors))
-    if not same or found.place != slots.keys.data_ptr():
-        state.standing = found = Standing(tensors, state, known, dim)
-    return found
+    things = told(slots), slots.attention, state.seen, *parts
+    if standing is None or not standing.holds(things, 0):
+        state.standing = standing = Told(things, 0, attending(state, known, dim))
+    return standing.given
+
+
+def attending(state: LayerState, known: Evicted | None, dim: int) -> Any:
+    """`attention`, anew. A token that comes is stored in the same call if it is told where tokens are counted."""
+    slots, seen, received, given = state.exact, state.seen, state.exact.attention, C.Attention()
+    if told(slots) is None or not (attends(slots, dim) and mixes(known)):
+        return None
+    given.slots = told(slots)
+    if received is not None:
+        given.received, given.received_strides = received.data_ptr(), (c_int64 * 2)(*received.stride()[:2])
+    plain = slots.positions is not None and slots.positions.dtype == torch.int32
+    if plain and slots.bias is None and seen.dtype == torch.int64:
+        given.token.seen, given.token.seen_stride = seen.data_ptr(), seen.stride(0)
+    for name, part in () if known is None else MIXED[type(known)].items():
+        tensor = getattr(known, part)
+        if tensor is not None:
+            setattr(given.evicted, name, tensor.data_ptr())
+            given.evicted.strides[POINTERS.index(name)] = tensor.element_size() * tensor.stride(0)
+    if isinstance(known, Centroids):
+        given.evicted.number, given.evicted.halves = known.num, known.keys.dtype == torch.bfloat16
+    return given
 
 
 def step(
     q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """`reference.decode_step`; None where it has to be done otherwise, and nothing has happened: with a softcap, tokens
-    without values, float64, and what `Standing` refuses.
+    without values, float64, and what `attending` refuses.
     """
     (batch, num_heads, dim), slots = q.shape, state.exact
     if state.approx is not None or spec.softcap is not None or q.dtype == torch.float64:
         return None
-    found = standing(state, spec.evicted(state), dim)
-    if found.attention is None:
+    found = attention(state, spec.evicted(state), dim)
+    if found is None:
         return None
-    given = C.Attention.from_buffer_copy(found.attention)
+    given = C.Attention.from_buffer_copy(found)
     rows = dense(q, torch.float32)
     out = torch.empty_like(rows)
     lse, mass = rows.new_empty(batch, num_heads), rows.new_empty(batch, num_heads)
@@ -201,7 +222,7 @@ def step(
     if k is not None and v is not None:
         lengths = slots.lengths
         # PyTorch refuses to write to tensors of inference mode outside of it.
-        if found.takes and (torch.is_inference_mode_enabled() or not lengths.is_inference()):
+        if given.token.seen and (torch.is_inference_mode_enabled() or not lengths.is_inference()):
             stored = slots.keys.dtype if slots.format.plain else torch.float32
             k, v = dense(k, stored), dense(v, stored)
             given.token.keys, given.token.values = k.data_ptr(), v.data_ptr()
@@ -215,7 +236,7 @@ def step(
     if sinks is not None:
         sinks = dense(sinks.detach(), torch.float32)
         given.sinks = sinks.data_ptr()
-    given.rows, given.slots, given.scale = num_heads // given.heads, slots.filled, spec.scale
+    given.rows, given.number, given.scale = num_heads // slots.lengths.shape[1], slots.filled, spec.scale
     given.threads = torch.get_num_threads()
     name = PLAIN[slots.keys.dtype] if slots.format.plain else slots.format.name
     cpu.call("slots", f"attend_{name}", given)
@@ -240,10 +261,15 @@ def compact(
     Returns: whether it was done; without a compiler, for slots that it does not know, where a row is in several pieces,
         and unless `valid` are the slots in use, nothing happens.
     """
-    used = valid.shape[-1] - (0 if block is None else block[0].shape[2])
-    old, new = (None, None) if known is None else (known[..., :used], known[..., used:])
-    leaving = _leaving(slots, valid[..., :used], kept[..., :used], old, count) if used else None
-    coming = None if block is None else _coming(slots, kept[..., used:], block, new, behind=used > 0)
+    used, leaving, coming = valid.shape[-1], None, None
+    if block is None:
+        leaving = _leaving(slots, valid, kept, known, count)
+    else:
+        used -= block[0].shape[2]
+        old, new = (None, None) if known is None else (known[..., :used], known[..., used:])
+        if used:
+            leaving = _leaving(slots, valid[..., :used], kept[..., :used], old, count)
+        coming = _coming(slots, kept[..., used:], block, new, behind=used > 0)
     if (used and leaving is None) or (block is not None and coming is None):
         return False
     if leaving is not None and not cpu.call("slots", "leave_slots", leaving):
@@ -256,22 +282,12 @@ def compact(
 
 def _leaving(slots: Slots, valid: Tensor, kept: Tensor, known: Tensor | None, count: Tensor | None) -> Any:
     """What C++ is told of the tokens in slots, as `compact` has them; None where it cannot do it."""
-    memory = [] if known is None or slots.memory is None else [slots.memory]
-    found = [rows_at(part, slots.starts is not None) for part in (*memory, *slots.moving().values())]
-    parts = [part for part in found if part is not None]
-    if len(parts) < len(found) or not owned_as_expected(slots) or not cpu.available("slots"):
+    if told(slots) is None or (count is not None and not count.is_contiguous()):
         return None
-    if count is not None and not count.is_contiguous():
-        return None
-    valid, kept, own, numbers = valid.contiguous(), kept.contiguous(), C.Moving(), None
-    if memory and known is not None:
-        known, own = dense(known, torch.float32), parts.pop(0)
-        numbers = known.data_ptr()
-    rows = (C.Moving * len(Slots.MOVING))(*parts)
-    counted = None if count is None else count.data_ptr()
-    pointers = None, None, valid.data_ptr(), kept.data_ptr(), numbers, counted
-    given = C.Leaving(rows, own, *pointers, len(parts), *kept.shape)
-    tell_owners(given, slots)
+    valid, kept = valid.contiguous(), kept.contiguous()
+    known = None if known is None or slots.memory is None else dense(known, torch.float32)
+    addresses = (None if one is None else one.data_ptr() for one in (valid, kept, known, count))
+    given = C.Leaving(told(slots), *addresses, kept.shape[-1])
     given.alive = valid, kept, known
     return given
 
@@ -280,73 +296,45 @@ def read(slots: Slots, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]
     """`Slots.read` of heads that share slots, or of codes, in one compiled call, with zeros behind the tokens in use.
     None where it has to be done otherwise.
     """
-    keys, values, form, starts = slots.keys, slots.values, slots.format, slots.starts
-    places = {name: getattr(slots, name) for name in ("positions", "memory")}
-    known = {*names} <= {"keys", "values", *places}
-    if values is None or dtype != torch.float32 or not known or not owned_as_expected(slots):
+    values, form, known = slots.values, slots.format, told(slots)
+    named = {*names} <= {"keys", "values", "positions", "memory"}
+    if known is None or values is None or dtype != torch.float32 or not named:
         return None
-    dims = form.keys.dim(keys.shape[-1]), slots.value_dim
     if form.plain:
-        ready = starts is not None and keys.dtype == values.dtype == torch.float32 and cpu.available("slots")
+        ready = slots.starts is not None and slots.keys.dtype == values.dtype == torch.float32
     else:
-        ready = serves(form.keys, dims[0]) and serves(form.values, dims[1])
-    pairs = coded_at(keys, slots.key_scales), coded_at(values, slots.value_scales)
-    numbers = [C.Moving() if one is None else rows_at(one, starts is not None) for one in places.values()]
-    if not ready or None in (*pairs, *numbers):
+        ready = serves(form.keys, known.dim) and serves(form.values, known.value_dim)
+    if not ready:
         return None
-    shape = *slots.lengths.shape, slots.filled
-    made = {name: keys.new_empty(*shape, dim, dtype=dtype) for name, dim in zip(("keys", "values"), dims)}
-    made |= {name: one.new_empty(shape) for name, one in places.items() if one is not None}
-    made = {name: one for name, one in made.items() if name in names}
-    to = {f"to_{name}": one.data_ptr() for name, one in made.items()}
-    given = C.Reading(*pairs, *numbers, **to)
-    given.batch, given.heads, given.slots = shape
-    given.dim, given.value_dim, given.threads = *dims, torch.get_num_threads()
-    tell_owners(given, slots)
+    shape, dims = (*slots.lengths.shape, slots.filled), {"keys": (known.dim,), "values": (known.value_dim,)}
+    made = {}
+    for name in names:
+        one = getattr(slots, name)
+        made[name] = one.new_empty(*shape, *dims.get(name, ()), dtype=dtype if name in dims else one.dtype)
+    given = C.Reading(known, **{f"to_{name}": one.data_ptr() for name, one in made.items()})
+    given.number, given.threads = slots.filled, torch.get_num_threads()
     cpu.call("slots", f"read_{PLAIN[dtype] if form.plain else form.name}", given)
     return [made[name] for name in names]
 
 
 def _coming(slots: Slots, kept: Tensor, block: Rows, known: Tensor | None, behind: bool) -> Any:
     """Likewise of a block's. Args: behind: whether they come behind those in slots; else these are empty."""
-    (keys, values, new), form, positions = block, slots.format, slots.positions
-    if slots.values is None or positions is None or slots.bias is not None or not owned_as_expected(slots):
+    (keys, values, new), form = block, slots.format
+    if told(slots) is None or slots.values is None or slots.positions is None or slots.bias is not None:
         return None
     if form.plain:
-        ready = slots.keys.dtype == slots.values.dtype and slots.keys.dtype in PLAIN and cpu.available("slots")
+        ready = slots.keys.dtype == slots.values.dtype and slots.keys.dtype in PLAIN
     else:
         ready = serves(form.keys, keys.shape[-1]) and serves(form.values, values.shape[-1])
     stored = slots.keys.dtype if form.plain else torch.float32
     rows = [one.to(stored) for one in (keys, values)]
     rows = [*(one if one.stride(-1) == 1 else one.contiguous() for one in rows), new]
-    pairs = coded_at(slots.keys, slots.key_scales), coded_at(slots.values, slots.value_scales)
-    numbers = [positions]
     if known is not None and slots.memory is not None:
-        rows, numbers = [*rows, known.float()], [positions, slots.memory]
-    ours = [rows_at(one, False) for one in rows]
-    theirs = [rows_at(one, slots.starts is not None) for one in numbers]
-    if not ready or None in (*pairs, *ours, *theirs):
+        rows.append(known.float())
+    places = [rows_at(one, False) for one in rows]
+    if not ready or None in places:
         return None
-    nothing = [C.Moving()] * (2 - len(numbers))
-    (new_keys, new_values, fresh, *told), (spots, *memory) = ours + nothing, theirs + nothing
     kept = kept.contiguous()
-    given = C.Keeping(*pairs, new_keys, new_values, spots, fresh, *memory, *told, kept.data_ptr())
-    given.batch, given.heads, given.number, given.dim = keys.shape
-    given.value_dim, given.room, given.threads = values.shape[-1], slots.keys.shape[-2], torch.get_num_threads()
-    given.behind = behind
-    tell_owners(given, slots)
-    given.alive = kept, rows
+    given = C.Keeping(told(slots), *places, *[C.Moving()] * (4 - len(places)), kept.data_ptr(), keys.shape[2], behind)
+    given.threads, given.alive = torch.get_num_threads(), (kept, rows)
     return given
-
-
-def owned_as_expected(slots: Slots) -> bool:
-    """Whether what says which slots are whose, and which are in use, is what C++ expects: int32, heads side by side."""
-    owned = [slots.lengths] if slots.starts is None else [slots.lengths, slots.starts]
-    return all(part.dtype == torch.int32 and part.stride(-1) == 1 for part in owned)
-
-
-def tell_owners(given: Any, slots: Slots) -> None:
-    """Tell C++ where that is."""
-    given.lengths, given.length_stride = slots.lengths.data_ptr(), slots.lengths.stride(0)
-    if slots.starts is not None:
-        given.starts, given.start_stride = slots.starts.data_ptr(), slots.starts.stride(0)

@@ -282,13 +282,14 @@ def by_keyword(function: Callable[..., Result]) -> Callable[..., Result]:
     signature = inspect.signature(function)
     backend = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default="auto", annotation="str")
     names = tuple(signature.parameters)
+    known = frozenset(names)
     defaults = {name: one.default for name, one in signature.parameters.items() if one.default is not one.empty}
 
     @functools.wraps(function)
     def run(*arguments: Any, backend: str = "auto", **options: Any) -> Result:
         told = dict(zip(names, arguments)) | options
         given = defaults | told
-        if len(told) < len(arguments) + len(options) or given.keys() != set(names):
+        if len(told) < len(arguments) + len(options) or given.keys() != known:
             signature.bind(*arguments, **options)  # raises: it says what is wrong, but takes as long as a kernel
         device = next(one.device for one in given.values() if isinstance(one, Tensor))
         chosen: Callable[..., Result] = implementation(function.__name__, backend, device.type)

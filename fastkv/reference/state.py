@@ -49,6 +49,7 @@ class Slots:
         format: how keys and values are stored.
         decodes_to: dtype of the model's keys and values, where those stored are codes; None where they have it.
         codec: converts between rows and codes.
+        standing: what a backend has found out about these tensors, for the next time; None for nothing.
     """
 
     keys: Tensor
@@ -67,6 +68,7 @@ class Slots:
     format: SlotFormat = PLAIN
     decodes_to: torch.dtype | None = None
     codec: Codec = SPECIFIED
+    standing: Any = None
     # Tensors with a row for every token, which moves with it; then those with one for every slot.
     MOVING: ClassVar = ("keys", "values", "key_scales", "value_scales", "positions", "bias")
     PAIRS: ClassVar = MOVING[:4]  # what they are of
