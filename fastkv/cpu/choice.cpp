@@ -1,5 +1,6 @@
-// Which tokens stay, on a CPU: `candidates`, `needed_scores` and `select_each`, as in the reference. An operator of torch costs more than what it does to few numbers, most of all the first time after a
-// layer's matrices have filled the caches.
+// Which tokens stay, on a CPU: `candidates`, `needed_scores` and `select_each`, as in the reference. An operator of torch
+// costs more than what it does to few numbers, most of all the first time after a layer's matrices have filled the
+// caches.
 
 extern "C" {
 

@@ -366,10 +366,9 @@ extern "C" void join_centroids(const Joining* all) {
     const int64_t places = all->batch * all->heads, most = std::max(all->seeds, all->roomy * all->num);
     std::vector<std::vector<int64_t>> gone(places);
     int64_t longest = 0;
-    for (int64_t place = 0; place < places; ++place) {
-        gone[place] = leaving(*all, place);
-        longest = std::max<int64_t>(longest, gone[place].size());
-    }
+#pragma omp parallel for num_threads(all->fresh > all->block ? all->threads : 1)
+    for (int64_t place = 0; place < places; ++place) gone[place] = leaving(*all, place);
+    for (const auto& list : gone) longest = std::max<int64_t>(longest, list.size());
     for (int64_t from = 0; from < longest; from += all->block) {
         const int64_t number = std::min(all->block, longest - from);
         std::vector<Parts> fresh;

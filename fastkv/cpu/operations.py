@@ -198,7 +198,7 @@ def keydiff_scores(
     check_alike("keydiff_scores", keys.shape[:3], mask=mask, positions=positions)
     (rows, strides), out = in_rows(keys), torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
     valid = torch.ones_like(out, dtype=torch.bool) if mask is None else mask.contiguous()
-    turn = (None, None, None) if rotary is None or positions is None else turns(rotary, positions)
+    turn = (None, None, None) if rotary is None or positions is None else turns(rotary, positions, valid)
     sizes = *rows.shape, strides, anchor == "normalized_mean", torch.get_num_threads(), EPSILON
     cpu.run("key_scores", "unlike", "Unlike", rows, *turn, valid, out, *sizes)
     return out
@@ -216,7 +216,7 @@ def queries_ahead(
     check_alike("queries_ahead", (batch, num), positions=places)
     turned = rotary.halves(dim)
     rows, strides = in_rows(queries if turned else rotary.unrotate(queries.float(), places[:, None]))
-    *turn, places = turns(rotary, places, horizon) if turned else (None, None, places.int())
+    *turn, places = turns(rotary, places, real, horizon) if turned else (None, None, places.int())
     mean, covariance = rows.new_empty(batch, heads, 1, dim), rows.new_empty(batch, heads, dim, dim)
     count = torch.empty(batch, 1, 1, dtype=torch.int64, device=rows.device)
     sizes = *queries.shape, torch.get_num_threads(), strides, horizon, sinks, rotary.scaling
@@ -228,9 +228,11 @@ def queries_ahead(
     return mean, covariance, count
 
 
-def turns(rotary: Rotary, positions: Tensor, ahead: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """cos and sin of all positions and `ahead` more, without the scaling, [P, R/2], and the positions in int32."""
-    last = int(positions.max()) if positions.numel() else 0
+def turns(rotary: Rotary, positions: Tensor, valid: Tensor, ahead: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """cos and sin of all positions so far and `ahead` more, without the scaling, [P, R/2], and int32 positions, where
+    valid below P.
+    """
+    last = int(torch.where(valid, positions, 0).max()) if positions.numel() else 0
     return *turn_table(rotary, 1 << (last + ahead).bit_length()), positions.int().contiguous()
 
 
@@ -424,8 +426,8 @@ def remember(
 ) -> None:
     """`reference.remember`; centroids without an operator for each term."""
     parts = state.parts
-    ready = isinstance(parts, Centroids) and parts.keys.dtype in compiled_slots.MEANS and cpu.available("joins")
-    ready = ready and positions.dtype == torch.int32
+    fits = positions.dtype == torch.int32 and cpu.available("joins")
+    ready = isinstance(parts, Centroids) and parts.keys.dtype in compiled_slots.MEANS and fits
     if not isinstance(parts, Centroids) or not ready or not all(one.is_contiguous() for one in parts.tensors()):
         reference.remember(keys, values, positions, valid, kept, most, state, spec)
         return

@@ -282,12 +282,13 @@ def compact(
 
 def _leaving(slots: Slots, valid: Tensor, kept: Tensor, known: Tensor | None, count: Tensor | None) -> Any:
     """What C++ is told of the tokens in slots, as `compact` has them; None where it cannot do it."""
-    if told(slots) is None or (count is not None and not count.is_contiguous()):
+    there = told(slots)
+    if there is None or (count is not None and not count.is_contiguous()):
         return None
     valid, kept = valid.contiguous(), kept.contiguous()
     known = None if known is None or slots.memory is None else dense(known, torch.float32)
     addresses = (None if one is None else one.data_ptr() for one in (valid, kept, known, count))
-    given = C.Leaving(told(slots), *addresses, kept.shape[-1])
+    given = C.Leaving(there, *addresses, kept.shape[-1])
     given.alive = valid, kept, known
     return given
 
@@ -319,8 +320,8 @@ def read(slots: Slots, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]
 
 def _coming(slots: Slots, kept: Tensor, block: Rows, known: Tensor | None, behind: bool) -> Any:
     """Likewise of a block's. Args: behind: whether they come behind those in slots; else these are empty."""
-    (keys, values, new), form = block, slots.format
-    if told(slots) is None or slots.values is None or slots.positions is None or slots.bias is not None:
+    (keys, values, new), form, there = block, slots.format, told(slots)
+    if there is None or slots.values is None or slots.positions is None or slots.bias is not None:
         return None
     if form.plain:
         ready = slots.keys.dtype == slots.values.dtype and slots.keys.dtype in PLAIN
@@ -335,6 +336,6 @@ def _coming(slots: Slots, kept: Tensor, block: Rows, known: Tensor | None, behin
     if not ready or None in places:
         return None
     kept = kept.contiguous()
-    given = C.Keeping(told(slots), *places, *[C.Moving()] * (4 - len(places)), kept.data_ptr(), keys.shape[2], behind)
+    given = C.Keeping(there, *places, *[C.Moving()] * (4 - len(places)), kept.data_ptr(), keys.shape[2], behind)
     given.threads, given.alive = torch.get_num_threads(), (kept, rows)
     return given
