@@ -550,6 +550,7 @@ def test_many_tokens_become_fewer_as_in_the_reference(num, fresh):
     join(mine, *rows)
     assert torch.equal(mine.count, want.count)
     assert torch.allclose(mine.keys, want.keys, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(mine.spread, want.spread, rtol=1e-4, atol=1e-5)
 
 
 @joins_compiled

@@ -125,6 +125,12 @@ def test_seeds_that_are_alike_stay_apart(monkeypatch):
     assert made.count[0, 0].tolist() == [65] + [1] * 15
 
 
+def test_the_second_choice_is_among_means(monkeypatch):
+    """Of ten tokens a part, so that most means are far from their seed."""
+    monkeypatch.setattr(reference.centroids, "SEEDS", 16)
+    check(parts_of(1, 2, 9, 16, 4), candidates(1, 2, 180, 16, (160, 90)), 160)
+
+
 def test_blocks_of_a_prompt(monkeypatch):
     """The same with blocks of few tokens, in kernels and reference."""
     monkeypatch.setattr(module, "BLOCK", 64)

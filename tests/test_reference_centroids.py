@@ -117,7 +117,8 @@ def costs_of(n, k, v):
 
 
 def test_tokens_join_their_nearest_seed():
-    """Seeds are evenly spread by age; heads with few tokens keep them as they are."""
+    """Seeds are evenly spread by age; heads with few tokens keep them as they are. A second time tokens choose among
+    the means of the first, in the same units, and a seed is still one of its own part."""
     keys, values = pairs(45)
     sizes = torch.tensor([[45, 33, 24], [13, 12, 0]])
     tokens = torch.arange(45) < sizes[..., None]
@@ -130,15 +131,28 @@ def test_tokens_join_their_nearest_seed():
         seeds = [place * size // 12 for place in range(12)] if size > 12 else list(range(size))
         k, v = keys[row, head, :size], values[row, head, :size]
         units = [(rows[seeds] - rows[seeds].mean(0)).square().sum(-1).mean() for rows in (k, v)]
-        parts = [[] for _ in seeds]
-        for token in range(size):
-            far = [sum((r[token] - r[seed]).square().sum() / unit for r, unit in zip((k, v), units)) for seed in seeds]
-            parts[min(range(len(seeds)), key=far.__getitem__)].append(token)
+        parts = [[seed] for seed in seeds]
+        for _ in range(2):
+            means = [[rows[part].mean(0) for rows in (k, v)] for part in parts]
+            parts = [[seed] for seed in seeds]
+            for token in sorted({*range(size)} - {*seeds}):
+                far = [
+                    sum((rows[token] - own).square().sum() / unit for rows, own, unit in zip((k, v), mean, units))
+                    for mean in means
+                ]
+                parts[min(range(len(seeds)), key=far.__getitem__)].append(token)
         assert found.count[row, head].tolist() == [float(len(part)) for part in parts] + [0.0] * (12 - len(parts))
         for place, part in enumerate(parts):
             torch.testing.assert_close(found.keys[row, head, place], k[part].mean(0))
             spread = (k[part] - k[part].mean(0)).square().mean(-1).sum()
             torch.testing.assert_close(found.spread[row, head, place], spread)
+
+
+def test_seeds_that_are_alike_stay_apart():
+    """All tokens are nearest to the oldest seed, whose part the others but seeds become."""
+    ones = torch.ones(1, 1, 40, 8, dtype=torch.float64)
+    found = Centroids(ones[..., 0], ones, ones, 0 * ones[..., 0]).thinned(12)
+    assert found.count[0, 0].tolist() == [29.0] + [1.0] * 11
 
 
 @given(num=st.integers(4, 12), more=st.integers(0, 20), half=st.integers(0, 1), seed=st.integers(0, 2**31))

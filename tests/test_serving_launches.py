@@ -26,8 +26,8 @@ LAUNCHES = {
     ("keydiff", "calibrated"): (9, 10, 10, 7),
     ("momentkv", "uniform"): (8, 14, 14, 7),
     ("snapkv", "uniform"): (7, 12, 12, 5),
-    ("fastkv", "uniform"): (14, 19, 16, 9),
-    ("fastkv", "calibrated"): (17, 19, 16, 9),
+    ("fastkv", "uniform"): (14, 21, 16, 9),
+    ("fastkv", "calibrated"): (17, 21, 16, 9),
 }
 
 

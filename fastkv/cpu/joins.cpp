@@ -16,7 +16,7 @@ struct Joining {
     const uint8_t *valid, *kept;
     int64_t key_strides[3], value_strides[3];
     int64_t batch, heads, num, fresh, key_dim, value_dim, halves, threads;
-    int64_t block, seeds, roomy, fine, medium, settled, step, turn;
+    int64_t block, seeds, roomy, choices, fine, medium, settled, step, turn;
 };
 }
 
@@ -88,6 +88,18 @@ class Parts {
             squares[column] = square(&points[part * width]);
             inverse[column] = 1 / count[part];
         }
+    }
+
+    // Of all parts, each counted once.
+    void line_up() {
+        std::fill_n(count.begin(), used, 1.0f);
+        line_up(used, [](int64_t column) { return column; });
+    }
+
+    // A row in units of the deviations, away from the mean of all.
+    void place_at(const float* row, float* point) const {
+        for (int64_t i = 0; i < width; i += WIDE)
+            store(point + i, (floats(row + i) - floats(&middle[i])) * (i < keys ? key_unit : value_unit));
     }
 
     float square(const float* point) const {
@@ -224,7 +236,7 @@ class Parts {
         if (fresh == most) return listed.clear();
         nearest.resize(fresh + STACK);
         standardise();
-        line_up(most, [](int64_t column) { return column; });
+        line_up();
     }
 
     void take_centroids() {
@@ -251,11 +263,16 @@ class Parts {
             rows[one] = point;
             shares[one] = 1;
             copy(listed[std::min<int64_t>(token + one, listed.size() - 1)], point);
-            for (int64_t i = 0; i < width; i += WIDE)
-                store(point + i, (floats(point + i) - floats(&middle[i])) * (i < keys ? key_unit : value_unit));
+            place_at(point, point);
         }
         cheapest(rows, shares, best);
         for (int64_t one = 0; one < STACK; ++one) nearest[token + one] = best[one].partner;
+    }
+
+    // For tokens that choose anew, now among the means.
+    void meet() {
+        for (int64_t part = 0; part < used; ++part) place_at(mean(part), &points[part * width]);
+        line_up();
     }
 
     // Seeds [first, end) become the mean of the tokens that chose them.
@@ -273,6 +290,7 @@ class Parts {
         };
         std::fill(mean(first), mean(end), 0.0f);
         std::fill(count.begin() + first, count.begin() + end, 0.0f);
+        std::fill(spread.begin() + first, spread.begin() + end, 0.0f);
         each([&](int64_t part, float* sum) {
             ++count[part];
             for (int64_t i = 0; i < width; i += WIDE) store(sum + i, floats(sum + i) + floats(&row[i]));
@@ -338,7 +356,10 @@ void thin(std::vector<Parts>& heads, const Joining& all) {
         }
     if (choices.empty()) return;
 #pragma omp parallel num_threads(all.threads)
-    {
+    for (int64_t choice = 0; choice < all.choices; ++choice) {
+#pragma omp for
+        for (size_t head = 0; head < heads.size(); ++head)
+            if (choice && heads[head].waiting()) heads[head].meet();
 #pragma omp for
         for (size_t i = 0; i < choices.size(); ++i) choices[i].first->choose(choices[i].second);
 #pragma omp for

@@ -449,7 +449,7 @@ def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: f
 
 # Compiled from joins.cpp and most_attended.cpp on first use.
 
-CONSTANTS = ("BLOCK", "SEEDS", "ROOMY", "FINE", "MEDIUM", "SETTLED", "STEP", "TURN")  # of `Centroids.add`
+CONSTANTS = ("BLOCK", "SEEDS", "ROOMY", "CHOICES", "FINE", "MEDIUM", "SETTLED", "STEP", "TURN")  # of `Centroids.add`
 
 
 def join(parts: Centroids, keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor, kept: Tensor) -> None:

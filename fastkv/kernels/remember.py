@@ -10,9 +10,10 @@ partner only reads rows of movers. So nothing is atomic, and the same tokens alw
 coordinates away from the mean of all, which merges do not move, so that they lose no digits.
 
 Launches: one where few tokens leave (an eviction while decoding), one program a head. For a prompt, one that orders
-them and, per BLOCK of them, three: each token finds its nearest seed, one program for SEEKING of them; seeds become
-means, one program for RECEIVERS of them; parts join the centroids, one program a head. Numbers read from L2 per token
-and head: (Dk + Dv) SEEDS / RECEIVERS, twice, and 2 (Dk + Dv) SEEDS / SEEKING; in a round of u, u^2 (Dk + Dv) / 64.
+them and, per BLOCK of them, five: each token finds its nearest seed, one program for SEEKING of them; seeds become
+means, one program for RECEIVERS of them; both once more, among the means; parts join the centroids, one program a head.
+Numbers read from L2 per token and head, by each choice: (Dk + Dv) SEEDS / RECEIVERS, twice, and 2 (Dk + Dv) SEEDS /
+SEEKING; in a round of u, u^2 (Dk + Dv) / 64.
 
 Does not handle: means that are neither bf16 nor fp32, head_dim above 256.
 """
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from ..errors import check_shape
 from ..reference import Centroids, LayerState, Spec
-from ..reference.centroids import BLOCK, FINE, MEDIUM, SETTLED, STEP, TURN, few_enough
+from ..reference.centroids import BLOCK, CHOICES, FINE, MEDIUM, SETTLED, STEP, TURN, few_enough
 from ._arguments import EvictedPointers, View
 from ._attention import _barrier, _dot32, _home, _page, _sum_products
 from ._launch import cdiv, check_centroids, check_head_dim, check_like, check_rows, on_hip, pow2, stages
@@ -511,8 +512,13 @@ def _unit(new, index_ptr, coming, few, D: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _nearness(new, index_ptr, own, owns, seed, seeds, D: tl.constexpr, TILE: tl.constexpr):
-    """Squared distances [MOVERS, PARTNERS] of tokens and seeds, but for what all seeds of a token have in common."""
+def _nearness(
+    new, index_ptr, means_ptr, own, owns, seed, seeds, D: tl.constexpr, AGAIN: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Squared distances [MOVERS, PARTNERS] of tokens and seeds, but for what all seeds of a token have in common.
+
+    seed: tokens; AGAIN: rows of the means that they have become.
+    """
     MOVERS: tl.constexpr = TILE.MOVERS
     PARTNERS: tl.constexpr = TILE.PARTNERS
     DIMS: tl.constexpr = TILE.DIMS
@@ -520,15 +526,22 @@ def _nearness(new, index_ptr, own, owns, seed, seeds, D: tl.constexpr, TILE: tl.
     for first in range(0, D, DIMS):
         cols = first + tl.arange(0, DIMS)
         mine = _rows_of(new, own, owns, cols, D) - _oldest(new, index_ptr, cols, D, MOVERS)
-        theirs = _rows_of(new, seed, seeds, cols, D) - _oldest(new, index_ptr, cols, D, PARTNERS)
+        if AGAIN:
+            theirs = _tile(means_ptr, seed, seeds, cols, D)
+        else:
+            theirs = _rows_of(new, seed, seeds, cols, D)
+        theirs -= _oldest(new, index_ptr, cols, D, PARTNERS)
         dots += _dot32(mine, tl.trans(theirs))
         far += _sum_products(theirs, theirs)
     return far[None, :] - 2 * dots
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _nearest_kernel(fresh: Fresh, nearest_ptr, first, block, few, stride_i, TILE: tl.constexpr):
-    """The nearest seed of each token of a head that has more than few; of a seed, itself."""
+def _nearest_kernel(
+    fresh: Fresh, nearest_ptr, room_ptr, first, block, few, num, rows, stride_i, AGAIN: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """The nearest seed of each token of a head that has more than few, or AGAIN the nearest mean; of a seed, itself."""
     DK: tl.constexpr = TILE.DK
     DV: tl.constexpr = TILE.DV
     MOVERS: tl.constexpr = TILE.MOVERS
@@ -540,6 +553,7 @@ def _nearest_kernel(fresh: Fresh, nearest_ptr, first, block, few, stride_i, TILE
     index_ptr = fresh.index_ptr + pair * stride_i + first
     keys, values = _of_head(fresh.new_keys, pair, TILE.HEADS), _of_head(fresh.new_values, pair, TILE.HEADS)
     scale_k, scale_v = _unit(keys, index_ptr, coming, few, DK, TILE), _unit(values, index_ptr, coming, few, DV, TILE)
+    room = _room(room_ptr, pair, rows, TILE)
     owns = token < coming
     own = tl.load(index_ptr + token, mask=owns, other=0)
     least = tl.full([MOVERS], float("inf"), tl.float32)
@@ -547,9 +561,12 @@ def _nearest_kernel(fresh: Fresh, nearest_ptr, first, block, few, stride_i, TILE
     for start in range(0, few, PARTNERS):
         number = start + tl.arange(0, PARTNERS)
         there = number < few
-        seed = tl.load(index_ptr + number * coming // few, mask=there, other=0)
-        cost = scale_k * _nearness(keys, index_ptr, own, owns, seed, there, DK, TILE)
-        cost += scale_v * _nearness(values, index_ptr, own, owns, seed, there, DV, TILE)
+        if AGAIN:
+            seed = num + number
+        else:
+            seed = tl.load(index_ptr + number * coming // few, mask=there, other=0)
+        cost = scale_k * _nearness(keys, index_ptr, room.keys_ptr, own, owns, seed, there, DK, AGAIN, TILE)
+        cost += scale_v * _nearness(values, index_ptr, room.values_ptr, own, owns, seed, there, DV, AGAIN, TILE)
         least, best = _cheaper(least, best, tl.where(there[None, :], cost, float("inf")), number)
     itself = (token * few + coming - 1) // coming
     best = tl.where(itself * coming // few == token, itself, best)
@@ -689,13 +706,15 @@ def remember(
     joining = tile._replace(LANES=lanes, MOVERS=16 if hip else 32)
     for first in range(0, most, BLOCK):
         block = min(BLOCK, most - first)
-        if block > few:
-            _nearest_kernel[pairs, cdiv(block, SEEKING)](
-                fresh, nearest, first, block, few, num, TILE=tile._replace(MOVERS=SEEKING), num_stages=stages(2)
+        for choice in range(CHOICES if block > few else 1):
+            if block > few:
+                _nearest_kernel[pairs, cdiv(block, SEEKING)](
+                    fresh, nearest, room, first, block, few, parts.num, rows, num, AGAIN=choice > 0,
+                    TILE=tile._replace(MOVERS=SEEKING), num_stages=stages(2),
+                )  # fmt: skip
+            _gather_kernel[pairs, cdiv(min(block, few), tile.RECEIVERS)](
+                fresh, nearest, room, first, block, few, parts.num, rows, num, TILE=tile, num_stages=stages(2)
             )
-        _gather_kernel[pairs, cdiv(min(block, few), tile.RECEIVERS)](
-            fresh, nearest, room, first, block, few, parts.num, rows, num, TILE=tile, num_stages=stages(2)
-        )
         _join_kernel[(pairs,)](
             fresh, known, room, *where, first, block, few, parts.num, rows, TILE=joining, HIP=hip,
             num_warps=4 if hip else 8, num_stages=stages(2),

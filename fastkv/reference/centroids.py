@@ -29,8 +29,9 @@ loop; the halves swap after every round. How many pairs a head joins in a round 
 in use, so that a head does not depend on what others evict, nor on padding.
 
 Many tokens first become fewer among themselves: SEEDS of them, or ROOMY for each centroid, evenly spread by age, are
-seeds, and every other one joins the nearest, by the sum of squares above with the variances of the seeds. What is
-compared then grows with the number of tokens, not with its square.
+seeds, and every other one joins the nearest, by the sum of squares above with the variances of the seeds. Then seeds
+become the means of what joined them, and every other token chooses once more (Lloyd 1982). What is compared grows with
+the number of tokens, not with its square.
 
 Means may be stored in bf16: twice as many centroids in the same bytes say more than eight bits more of each. They are
 joined in fp32 and rounded when a block of tokens has joined. A token moves the mean of n by 1 / n of its distance, soon
@@ -57,6 +58,7 @@ from .moments import Evicted, compute_dtype
 
 BLOCK = 2048  # evicted tokens that join at once: bounds what there is on the way
 SEEDS, ROOMY = 256, 2  # parts of a block that join the centroids: so many, or so many for each centroid
+CHOICES = 2  # how often a token of it chooses its part
 # At most one centroid in so many disappears in a round, of more than SETTLED in use and of fewer. The last rounds join
 # what has been joined, and decide more; the closer to the exact rule, the better.
 MEDIUM, FINE, SETTLED = 4, 8, 288
@@ -163,10 +165,14 @@ class Centroids(Evicted):
         places = torch.arange(self.num, device=used.device).expand(self.count.shape)
         seeds = places[..., :most] * used // most
         points = self.points(torch.zeros_like(self.count).scatter(-1, seeds, 1))
-        own = rows_at(points, seeds)
-        far = own.square().sum(-1)[..., None, :] - 2 * points @ own.transpose(-1, -2)
-        target = seeds.gather(-1, far.argmin(-1)).scatter(-1, seeds, seeds)
-        joined = self.joined(torch.where(places < used, target, places))
+        means, target = points, places
+        for _ in range(CHOICES):
+            own = rows_at(means, seeds)
+            far = own.square().sum(-1)[..., None, :] - 2 * points @ own.transpose(-1, -2)
+            target = seeds.gather(-1, far.argmin(-1)).scatter(-1, seeds, seeds)
+            target = torch.where(places < used, target, places)
+            means = added_at(points, target) / added_at(self.count, target).clamp(min=1)[..., None]
+        joined = self.joined(target)
         return joined.at(joined.order(most))
 
     def check(self, op: str, batch: int, heads: int, dim: int, value_dim: int) -> None:
