@@ -30,7 +30,7 @@ class Parts {
     // partners: the points of those that others may join, SIDE of them together (as in most_attended.cpp); inverse: 1 / count.
     std::vector<float> count, spread, means, middle, points, partners, squares, inverse, tokens, moved, before;
     float key_unit, value_unit;
-    std::vector<int64_t> listed, nearest;  // rows of tokens, and the part that each becomes one of
+    std::vector<int64_t> seeds, listed, nearest;  // rows of tokens, of the others, and the part that each of these joins
 
     struct Pair {
         float cost;
@@ -226,15 +226,17 @@ class Parts {
 
     // These tokens, or as many seeds as there is room for, lined up for the others.
     void take_tokens(const int64_t* first, const int64_t* end) {
-        listed.assign(first, end);
-        const int64_t fresh = listed.size(), most = std::min<int64_t>(fresh, count.size());
-        for (; used < most; ++used) {
-            copy(listed[used * fresh / most], mean(used));
+        const int64_t fresh = end - first, most = std::min<int64_t>(fresh, count.size());
+        for (int64_t token = 0; token < fresh; ++token) {
+            const bool seed = used < most && token == used * fresh / most;
+            (seed ? seeds : listed).push_back(first[token]);
+            if (!seed) continue;
+            copy(first[token], mean(used));
             count[used] = 1;
-            spread[used] = 0;
+            spread[used++] = 0;
         }
-        if (fresh == most) return listed.clear();
-        nearest.resize(fresh + STACK);
+        if (listed.empty()) return;
+        nearest.resize(listed.size() + STACK);
         standardise();
         line_up();
     }
@@ -275,18 +277,17 @@ class Parts {
         line_up();
     }
 
-    // Seeds [first, end) become the mean of the tokens that chose them.
+    // Seeds [first, end) become the mean of themselves and the tokens that chose them.
     void gather(int64_t first, int64_t end) {
-        const int64_t fresh = listed.size();
         std::vector<float> row(width);
         auto each = [&](const auto& what) {
-            for (int64_t token = 0, seed = 0; token < fresh; ++token) {
-                const bool own = seed < used && token == seed * fresh / used;
-                const int64_t part = own ? seed++ : nearest[token];
-                if (part < first || part >= end) continue;
-                copy(listed[token], row.data());
+            auto one = [&](int64_t token, int64_t part) {
+                copy(token, row.data());
                 what(part, mean(part));
-            }
+            };
+            for (int64_t part = first; part < end; ++part) one(seeds[part], part);
+            for (size_t token = 0; token < listed.size(); ++token)
+                if (nearest[token] >= first && nearest[token] < end) one(listed[token], nearest[token]);
         };
         std::fill(mean(first), mean(end), 0.0f);
         std::fill(count.begin() + first, count.begin() + end, 0.0f);
