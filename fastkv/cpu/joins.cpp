@@ -30,7 +30,7 @@ class Parts {
     // partners: the points of those that others may join, SIDE of them together (as in most_attended.cpp); inverse: 1 / count.
     std::vector<float> count, spread, means, middle, points, partners, squares, inverse, tokens, moved, before;
     float key_unit, value_unit;
-    std::vector<int64_t> seeds, listed, nearest;  // rows of tokens, of the others, and the part that each of these joins
+    std::vector<int64_t> seeds, listed, nearest;  // rows of seeds, of other tokens, and the part that each of these joins
 
     struct Pair {
         float cost;
@@ -277,8 +277,8 @@ class Parts {
         line_up();
     }
 
-    // Seeds [first, end) become the mean of themselves and the tokens that chose them.
-    void gather(int64_t first, int64_t end) {
+    // Seeds [first, end) become the mean of themselves and the tokens that chose them; their spread counts in the end.
+    void gather(int64_t first, int64_t end, bool last) {
         std::vector<float> row(width);
         auto each = [&](const auto& what) {
             auto one = [&](int64_t token, int64_t part) {
@@ -291,13 +291,13 @@ class Parts {
         };
         std::fill(mean(first), mean(end), 0.0f);
         std::fill(count.begin() + first, count.begin() + end, 0.0f);
-        std::fill(spread.begin() + first, spread.begin() + end, 0.0f);
         each([&](int64_t part, float* sum) {
             ++count[part];
             for (int64_t i = 0; i < width; i += WIDE) store(sum + i, floats(sum + i) + floats(&row[i]));
         });
         for (int64_t part = first; part < end; ++part)
             for (int64_t i = 0; i < width; i += WIDE) store(mean(part) + i, floats(mean(part) + i) / count[part]);
+        if (!last) return;
         each([&](int64_t part, const float* middle) {
             Floats sum = {};
             for (int64_t i = 0; i < keys; i += WIDE) {
@@ -366,7 +366,7 @@ void thin(std::vector<Parts>& heads, const Joining& all) {
 #pragma omp for
         for (size_t i = 0; i < seeds.size(); ++i) {
             auto [head, seed] = seeds[i];
-            head->gather(seed, std::min(seed + share, head->number()));
+            head->gather(seed, std::min(seed + share, head->number()), choice + 1 == all.choices);
         }
     }
 }
