@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FOLLOWS_ROWS = ("decode_step",)
 Estimate = tuple[Tensor, Tensor]
 encode_rows, decode_rows = compiled_slots.encode_rows, compiled_slots.decode_rows  # of this backend, see `Codec`
-read_slots = compiled_slots.read
+read_slots, rotated = compiled_slots.read, compiled_slots.rotated
 
 
 def serves(q: Tensor, value_dim: int, softcap: float | None) -> bool:

@@ -323,6 +323,15 @@ struct Mixing {
     const float *other, *other_lse;
     int64_t strides[3], other_strides[3], batch, heads, rows, dim, threads;
 };
+
+// queries [batch, heads, dim] and keys [batch, key_heads, dim], and what they are turned by cos and sin [batch, dim] to;
+// stride in elements, of batch rows: 0 where all turn alike.
+struct Rotating {
+    const float *queries, *keys;
+    float *to_queries, *to_keys;
+    const float *cos, *sin;
+    int64_t batch, heads, key_heads, dim, stride;
+};
 }
 
 namespace {
@@ -613,6 +622,28 @@ void mix(const Mixing& all) {
             }
 }
 
+// Not inlined, so that products are rounded before they are added, as torch does it.
+__attribute__((noinline)) void multiply_each(const float* row, const float* by, float* to, int64_t number) {
+    for (int64_t i = 0; i < number; ++i) to[i] = row[i] * by[i];
+}
+
+void rotate(const Rotating& all) {
+    const int64_t half = all.dim / 2;
+    auto turn = [&](const float* row, float* to, int64_t heads) {
+        float across[LONGEST];
+        for (int64_t place = 0; place < all.batch * heads; ++place, row += all.dim, to += all.dim) {
+            const float *cos = all.cos + place / heads * all.stride, *sin = all.sin + place / heads * all.stride;
+            multiply_each(row, cos, to, all.dim);
+            multiply_each(row + half, sin, across, half);
+            multiply_each(row, sin + half, across + half, half);
+            for (int64_t i = 0; i < half; ++i) to[i] -= across[i];
+            for (int64_t i = half; i < all.dim; ++i) to[i] += across[i];
+        }
+    };
+    turn(all.queries, all.to_queries, all.heads);
+    turn(all.keys, all.to_keys, all.key_heads);
+}
+
 // What the stretches of a head add up to, with what stands for the evicted and a sink: `number` of them, of which outs,
 // tops, sums and weights lie one behind another.
 template <typename Values>
@@ -879,6 +910,7 @@ extern "C" {
 int leave_slots(const Leaving* all) { return leave(*all); }
 void weigh_centroids(const Weighing* all) { weigh(*all); }
 void mix_partials(const Mixing* all) { mix(*all); }
+void rotate_heads(const Rotating* all) { rotate(*all); }
 READ(float32, Float32, Float32)
 READ(bfloat16, Bfloat16, Bfloat16)
 READ(float16, Float16, Float16)

@@ -243,6 +243,21 @@ def step(
     return dense(out, q.dtype), lse, mass
 
 
+def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Queries [B, Hq, 1, D] and keys [B, Hkv, 1, D] fp32 of a token as RoPE turns them, number i with i + D/2; cos and
+    sin of its angles [B or 1, 1, D]. The same bits as torch's. None where it has to be done otherwise.
+    """
+    batch, heads, _, dim = q.shape
+    if dim > LONGEST or not cpu.available("slots"):
+        return None
+    q, k, cos, sin = (dense(part, torch.float32) for part in (q, k, cos, sin))
+    turned = torch.empty_like(q), torch.empty_like(k)
+    places = (part.data_ptr() for part in (q, k, *turned, cos, sin))
+    sizes = batch, heads, k.shape[1], dim, dim if len(cos) > 1 else 0
+    cpu.call("slots", "rotate_heads", C.Rotating(*places, *sizes))
+    return turned
+
+
 def dense(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Contiguous rows of that dtype. To ask first is quicker than a conversion that has nothing to do."""
     return (rows if rows.dtype == dtype else rows.to(dtype)).contiguous()

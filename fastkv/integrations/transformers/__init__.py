@@ -1,6 +1,6 @@
 """How fastkv plugs into transformers: attach a config to one model and take it off again, bit for bit.
 
-What is touched, all of it on the given instance: the `config` attribute and one pre-hook of each full-attention module,
+What is touched, all of it on the given instance: the `config` attribute and the forward of each full-attention module,
 the `config` of those with a sliding window, the forwards of the base model and of its decoder, one pre-hook of the
 model, and the entry points of `generate` that create caches, masks and positions. The model's own config, weights and
 masks, and what bounds its cache already, stay stock. Everything about a model is found by behaviour (`modules`), except
@@ -14,7 +14,7 @@ import copyreg
 import json
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from ...cache import CacheWorkspace
 from ...calibration import kv_shapes
 from ...config import Config
 from ...errors import FastKVError
-from . import attention, captured, forward, modules, selfcheck, stock
+from . import attention, captured, forward, modules, selfcheck, single, stock
 from .cache import build_layers, is_static, stock_layers
 from .layer import FastKVLayer
 from .modules import sizes
@@ -254,7 +254,10 @@ def attach(model: Module, found: list[Module], config: Config) -> None:
     copyreg.pickle(types.MethodType, _pickled)  # type: ignore[arg-type]
     for module in found:
         _attend_with(attention.NAME, module)
-        module.register_forward_pre_hook(attention.hand_over_layer, with_kwargs=True)
+        # None: not known yet. Another's forward, as accelerate's, may do more.
+        _override(module, "_fastkv_single", False if "forward" in vars(module) else None)
+        _override(module, "_fastkv_attention_forward", module.forward)
+        _override(module, "forward", single.attention_forward)
         if modules.is_latent(module):
             _override(module, "expand_kv", modules.unexpanded)
     for module in modules.attentions(model).values():
@@ -316,14 +319,13 @@ def restore(model: Module, before: Config | None) -> None:
 
 def detach(model: Module) -> None:
     """Take off whatever `attach` put on; a model that was never patched is left as it is."""
-    hooks: tuple[Callable[..., Any], ...] = (attention.hand_over_layer, forward.announce_logits)
     for module in model.modules():
         for name, (existed, value) in module.__dict__.pop("_fastkv_undo", {}).items():
             if existed:
                 object.__setattr__(module, name, value)
             else:
                 module.__dict__.pop(name, None)
-        for key in [key for key, hook in module._forward_pre_hooks.items() if hook in hooks]:
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is forward.announce_logits]:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
     for name in ("_compiled_call", "_last_compile_config"):  # transformers' compiled closure over the patched modules

@@ -14,22 +14,12 @@ from ...backend import autocast_dtype
 from ...cache.layout import Attends
 from ...errors import FastKVError
 from . import modules
-from .cache import FastKVCache
 from .layer import FastKVLayer
 from .stock import seen
 
 NAME = "fastkv"  # must not contain sdpa, flash or paged: transformers tests for these substrings
 WINDOW_NAME = "fastkv_window"
 POSITIONS = ("position_ids", "cache_position")  # tensors that only say which tokens these are
-
-
-def hand_over_layer(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Pre-hook of an attention module: pass its cache layer on, which attention functions are otherwise not given."""
-    cache = next((given for given in kwargs.values() if isinstance(given, FastKVCache)), None)
-    if cache is not None:
-        kwargs["fastkv_layer"] = layer = cache.layer_of(module.layer_idx)  # type: ignore[arg-type]
-        layer.named |= module.layer_idx not in cache.sources  # which bring no keys of their own
-    return args, kwargs
 
 
 class _StockView:
@@ -166,12 +156,13 @@ def fastkv_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     fastkv_layer: FastKVLayer | None = None,
+    fastkv_handed: list[Any] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention interface: query [B, Hq, T, D], key, value [B, Hkv, T, D] post-RoPE, the new tokens only.
 
     Without a compressed layer (training, `use_cache=False`, a cache of the user's own) this is the stock function.
-    s_aux [Hq]: learned attention sinks (gpt-oss).
+    s_aux [Hq]: learned attention sinks (gpt-oss). fastkv_handed: gets the tokens and how to attend to them instead.
 
     Returns: output [B, T, Hq, Dv] and None (compressed attention yields no weights).
     """
@@ -190,6 +181,9 @@ def fastkv_attention(
         refuse_continuous_batching(module)
     has_latents = modules.is_latent(module)  # key and value are then what `modules.unexpanded` makes
     scale: float = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if fastkv_handed is not None:
+        fastkv_handed.append(((query, key, value), Attends(scale, softcap)))
+        return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
     # sdpa of newer transformers refuses even softcap=None
     extra = {name: one for name, one in (("softcap", softcap), ("s_aux", s_aux)) if one is not None}
 

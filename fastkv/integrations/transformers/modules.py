@@ -21,6 +21,12 @@ from ...errors import FastKVError
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # what an output projection is called
+# What the code of a forward names that projects, turns, caches, attends and projects again, as Llama's and Qwen 3's do.
+LIKE_LLAMA = frozenset(
+    "shape head_dim q_proj k_proj v_proj o_proj q_norm k_norm view transpose reshape contiguous apply_rotary_pos_emb "
+    "update layer_idx ALL_ATTENTION_FUNCTIONS get_interface config _attn_implementation eager_attention_forward "
+    "training attention_dropout scaling sliding_window getattr".split()
+)
 HEAD_DIMS = ("head_dim", "head_size", "qk_head_dim")
 # Keywords of what attention then depends on besides queries and keys, and what that is called.
 UNHANDLED = {
@@ -109,6 +115,11 @@ def softcap(module: Module) -> str | None:
         return None
     names = (name for name in _forward(module).co_names if "softcap" in name)
     return next((name for name in names if getattr(module, name, None) is not None), None)
+
+
+def is_like_llama(module: Module) -> bool:
+    """Whether the forward of an attention module does no more to a token than Llama's or Qwen 3's may."""
+    return LIKE_LLAMA.issuperset(_forward(module).co_names)
 
 
 def is_cross(module: Module) -> bool:
