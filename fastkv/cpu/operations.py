@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import cpu, reference
 from ..errors import check_groups, check_shape
-from ..reference import Centroids, Evicted, LayerState, Moments, Selection, Spec, centroids, merge_partials
+from ..reference import Centroids, Evicted, LayerState, Moments, Selection, Slots, Spec, centroids, merge_partials
 from ..reference.scores import EPSILON, turned_ahead
 from ..rotary import Rotary
 from . import slots as compiled_slots
@@ -61,7 +61,7 @@ def fused_as_expected() -> bool:
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor, causal: bool = False
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [B, Hq, T, D] to keys and values [B, Hkv, N, D].
 
@@ -130,24 +130,35 @@ def prefill_attention(
     """`reference.prefill_attention`: the block by itself, causally, merged with what came before it."""
     if not serves(q, v.shape[-1], spec.softcap):
         return reference.prefill_attention(q, k, v, valid, state, spec)
-    keys, values, lengths = state.exact["keys"], state.exact["values"], state.exact.lengths
-    groups = q.shape[1] // lengths.shape[1]
-    out, lse = attend(q, k, v, spec.scale, showing(valid)[:, None, None], causal=True)
+    shown = None if bool(valid.all()) else showing(valid)[:, None, None]
+    out, lse = attend(q, k, v, spec.scale, shown, causal=True)
     lse = lse.masked_fill((valid.cumsum(-1) == 0)[:, None], float("-inf"))  # of rows that see nothing: 0 so far
-    if keys.shape[2]:
-        slots, bias = keys.shape[2], state.exact.biases(keys.shape[2])
-        mask = showing(torch.arange(slots, device="cpu") < lengths.repeat_interleave(groups, 1)[..., None, None])
-        if bias is not None:
-            mask = mask + bias.repeat_interleave(groups, 1)[:, :, None]
-        past, past_lse = attend(q, keys, values, spec.scale, mask)
-        empty = (lengths == 0).repeat_interleave(groups, 1)[..., None]
-        out, lse = mixed(out, lse, past, past_lse.masked_fill(empty, float("-inf")))
+    if state.exact.filled:
+        out, lse = mixed(out, lse, *attend_slots(q, state.exact, spec.scale))
     known, mass = spec.evicted(state), torch.full_like(lse, float("-inf"))
     if known is not None:
         value, mass = estimated(q, known, spec.scale)
         out, lse = mixed(out, lse, value, mass)
     out, lse = reference.with_sink(out, lse, None if state.sink_logits is None else state.sink_logits[:, None])
     return out.to(q.dtype), lse, mass
+
+
+def attend_slots(q: Tensor, slots: Slots, scale: float) -> Estimate:
+    """Attention of q [B, Hq, T, D] to the slots in use, one head after another: padding takes as long as tokens do."""
+    keys, values, bias = slots["keys"], slots["values"], slots.biases(slots.filled)
+    rows = q.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)  # [B, Hkv, G * T, D]: all of them see all
+    out, lse = torch.zeros_like(rows, dtype=torch.float32), torch.full(rows.shape[:3], float("-inf"), device=q.device)
+    lengths = slots.lengths.tolist()
+    if len({length for row in lengths for length in row}) == 1:
+        own = [(slice(None), slice(None), lengths[0][0])]
+    else:
+        own = [(slice(b, b + 1), slice(h, h + 1), n) for b, row in enumerate(lengths) for h, n in enumerate(row)]
+    for batch, head, length in own:
+        if length:
+            used = batch, head, slice(length)
+            mask = None if bias is None else bias[used][:, :, None]
+            out[batch, head], lse[batch, head] = attend(rows[batch, head], keys[used], values[used], scale, mask)
+    return out.view(q.shape), lse.view(q.shape[:3])
 
 
 def mixed(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Estimate:
