@@ -147,7 +147,8 @@ def attend_slots(q: Tensor, slots: Slots, scale: float) -> Estimate:
     """Attention of q [B, Hq, T, D] to the slots in use, one head after another: padding takes as long as tokens do."""
     keys, values, bias = slots["keys"], slots["values"], slots.biases(slots.filled)
     rows = q.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)  # [B, Hkv, G * T, D]: all of them see all
-    out, lse = torch.zeros_like(rows, dtype=torch.float32), torch.full(rows.shape[:3], float("-inf"), device=q.device)
+    out = torch.zeros_like(rows, dtype=torch.float32)
+    lse = out.new_full(rows.shape[:3], float("-inf"))
     lengths = slots.lengths.tolist()
     if len({length for row in lengths for length in row}) == 1:
         own = [(slice(None), slice(None), lengths[0][0])]
