@@ -34,7 +34,7 @@ BUILD = ROOT / "build" / "matrix"
 
 INTEGRATION = (
     *("versions", "exact", "generate", "flash_base", "refusals", "deferred", "compile", "saved", "batches"),
-    *("interruption", "devices", "families", "architectures", "selfcheck", "multimodal"),
+    *("interruption", "devices", "families", "architectures", "selfcheck", "multimodal", "single"),
 )
 INTERPRETED = ("ops", "kernels_decode", "kernels_evict", "kernels_select")
 COMPILED = ("90",)  # for which chips a variant of every kernel is compiled; all variants: perf/results/aot_*.txt
