@@ -82,7 +82,8 @@ def test_an_eviction(dim, dtype):
 )  # fmt: skip
 def test_any_eviction(shape, num, before, leave, dim, dtype, seed):
     """Empty heads, fewer tokens than centroids, rounds of one merge, one centroid."""
-    check(parts_of(*shape, num, dim, before, seed), candidates(*shape, 70, dim, leave, dtype, seed), max(leave))
+    tokens = candidates(*shape, 70, dim, leave, dtype, seed)
+    check(parts_of(*shape, num, dim, before, seed), tokens, max(leave))
 
 
 @pytest.mark.parametrize("few", [0, 64], ids=["as of a prompt", "as while decoding"])

@@ -251,9 +251,9 @@ def test_other_models(family):
     """Layers with a sliding window are left out; where the cache lies is where the trace says."""
     model = build(family) if family in {**FAMILIES, **LATENT} else tiny.build(family, "sdpa")
     ids = torch.randint(5, 60, (1, 90))
-    reading = Reading(ids, 32, 20)
+    full = read_full(model, reading := Reading(ids, 32, 20))
     with patched(model, "fastkv", Budget(tokens=28, recent=8), prefill_block=32, backend="reference"):
-        found = trace(model, reading, read_full(model, reading))
+        found = trace(model, reading, full)
         cache = FastKVCache(model)
         for part in (ids[:, :70], *ids[:, 70:].split(1, 1)):
             model(part, **{CACHE: cache})
