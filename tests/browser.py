@@ -44,13 +44,9 @@ class Browser:
                 os.dup2(end, wanted)
 
         self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # its processes outlive it by a moment
-        self.process = subprocess.Popen(
-            [find(), *FLAGS, f"--user-data-dir={self.folder.name}", "about:blank"],
-            pass_fds=(READ, WRITE),
-            preexec_fn=connect,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        command = [find(), *FLAGS, f"--user-data-dir={self.folder.name}", "about:blank"]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(command, pass_fds=(READ, WRITE), preexec_fn=connect, **quiet)
         for end in (orders, answers, *ends):
             os.close(end)
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
@@ -116,8 +112,7 @@ class Browser:
         """Press a key, as a person does."""
         for _ in range(times):
             for kind in ("rawKeyDown", "keyUp"):
-                code = CODES[key]
-                self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+                self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=CODES[key])
 
     def click(self, selector):
         """Click into the middle of an element."""

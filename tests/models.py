@@ -1,6 +1,7 @@
 """Tiny random models of every supported type, with logits spread widely enough that greedy tokens mean something."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -42,9 +43,8 @@ FAMILIES = {
 # Keys and values are made of one latent for all heads.
 LATENT = {"deepseek_v3": (hf.DeepseekV3ForCausalLM, hf.DeepseekV3Config(**{**COMMON, **MLA}))}
 # Gemma 2 soft-caps its logits, which sdpa cannot do.
-COMBINATIONS = [
-    (name, base) for name in (*FAMILIES, *LATENT) for base in ("eager", "sdpa") if (name, base) != ("gemma2", "sdpa")
-]
+COMBINATIONS = [*itertools.product((*FAMILIES, *LATENT), ("eager", "sdpa"))]
+COMBINATIONS.remove(("gemma2", "sdpa"))
 
 
 def build(name="llama", base="sdpa", **changes):
@@ -93,8 +93,7 @@ def positions(state, row):
 
 
 def account(cache, seen, sinks=0, recent=0):
-    """Every head has stored or evicted each of the tokens that its row has seen [B], once; the first and the last ones
-    it has stored; all is finite."""
+    """Every head stored or evicted each token that its row has seen [B], once, and stored the ends; all is finite."""
     for layer in compressed_layers(cache):
         state, stored = cache.layers[layer].state, cache.stored(layer)
         assert torch.equal(state.seen, seen)
@@ -124,7 +123,7 @@ def query_calibration(model, seed=0):
 PATTERN = "1.0\t0.1\n0.2\t0.9\n0.8\t0.7\n0.1\t0.2\n"  # retrieval heads: one, the other, both, none
 
 
-def policy(name, directory, model=None):
+def policy(name, directory, model=None, pattern=PATTERN):
     """The policy of that name, with the files that DuoAttention and TriAttention need for the model or `build()`."""
     if name == "triattention":
         path = directory / "queries.safetensors"
@@ -133,7 +132,7 @@ def policy(name, directory, model=None):
     if name != "duoattention":
         return fastkv.policies.get(name)
     path = directory / "pattern.tsv"
-    path.write_text(PATTERN)
+    path.write_text(pattern)
     return fastkv.policies.get(name, pattern=str(path))
 
 

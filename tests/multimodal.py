@@ -1,7 +1,5 @@
 """Tiny random models that read images or audio beside text, and prompts for them."""
 
-import math
-
 import torch
 import transformers
 from transformers import CONFIG_MAPPING
@@ -12,8 +10,7 @@ from .models import SHAPE
 VOCAB, IMAGE, AUDIO = 128, 120, 121
 START, END = 122, 123
 TEXT = {**SHAPE, "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96}
-# Encoders of more layers than the decoder has, and the parts of the config of each model that hears; those that see are
-# `families`'.
+# Encoders of more layers than the decoder, and the parts of configs of models that hear; those that see: `families`.
 EARS = {"num_mel_bins": 8, "max_source_positions": 16}
 QWEN = {"d_model": 32, "encoder_layers": 6, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
 VOXTRAL = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 6, "num_attention_heads": 2}
@@ -39,13 +36,7 @@ def build(name, base="sdpa"):
     config._attn_implementation = base
     torch.manual_seed(0)
     model = getattr(transformers, CLASSES[name])(config).eval()
-    generator = torch.Generator().manual_seed(0)
-    for place, weight in model.named_parameters():
-        noise = torch.randn(weight.shape, generator=generator)
-        if weight.ndim > 1:
-            weight.copy_(noise if "embed_tokens" in place else noise * 1.5 / math.sqrt(weight[0].numel()))
-        elif "bias" in place:
-            weight.copy_(0.1 * noise)
+    tiny.randomise(model)
     model.generation_config.eos_token_id = None
     return model
 

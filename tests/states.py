@@ -62,8 +62,7 @@ def make_state(keys, values, lengths, positions=None, seen=None, moments=None, *
         seen = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
     if moments is None:
         moments = Moments(torch.zeros_like(lengths, dtype=torch.int64))
-    slots = Slots(keys, values, lengths, positions, starts, attention, limit=limit)
-    return LayerState(slots, seen, moments, **rest)
+    return LayerState(Slots(keys, values, lengths, positions, starts, attention, limit=limit), seen, moments, **rest)
 
 
 FACTS = {one.name for one in fields(LayerFacts)}
@@ -78,9 +77,8 @@ def best_slots(scores, state, spec):
     guard = reference.protected(positions, state.seen, spec.sinks, spec.recent)
     if slots.starts is None:
         return valid, reference.select(scores, positions, valid, guard, spec.tokens)
-    return valid, reference.select_each(
-        scores, positions, valid, guard, (slots.starts.diff() - spec.spare).clamp(min=0)
-    )
+    tokens = (slots.starts.diff() - spec.spare).clamp(min=0)
+    return valid, reference.select_each(scores, positions, valid, guard, tokens)
 
 
 def shrink(module, scores, state, spec):
@@ -132,10 +130,8 @@ def encoded(state, slots):
     twin, form = copied(state), FORMATS[slots]
     if form.plain:
         return twin
-    (keys, key_scales), (values, value_scales) = (
-        form.keys.encode(twin.exact.keys),
-        form.values.encode(twin.exact.values),
-    )
+    keys, key_scales = form.keys.encode(twin.exact.keys)
+    values, value_scales = form.values.encode(twin.exact.values)
     twin.exact = replace(
         twin.exact, keys=keys, values=values, key_scales=key_scales, value_scales=value_scales, format=form,
         decodes_to=twin.exact.dtype,
@@ -153,8 +149,7 @@ def assert_same(state, expected, but=()):
 
 @contextmanager
 def uninitialised_is_nan():
-    """What `torch.empty` and its like make is NaN of both signs, or the largest integer: an element that nobody writes
-    shows, and so do its bits."""
+    """What `torch.empty` and its like make is NaN of both signs, or the largest integer: what nobody writes shows."""
 
     def signed(make):
         def made(*size, **how):

@@ -50,18 +50,13 @@ def test_one_variant_of_every_kernel_function_on_sm_90(compiled):
 @pytest.mark.parametrize(
     "what,given",
     {
-        None: {},
-        "spills 24 B": {"spill": 24},
-        "2 2-byte loads": {"more": ["LDG.E.U16"] * 2},
-        "no 16-byte loads": {"loads": "LDG.E.64"},
-        "a ticket that does not wait for all stores": {"races": 1},
-        "2 barriers that do not wait for stores": {"bare": 2},
-        "no ticket": {"races": None},
-        "2 products computed by several warps": {"repeats": 2},
-        "shared memory above 232448": {"shared": 1 << 20},
+        None: {}, "spills 24 B": {"spill": 24}, "2 2-byte loads": {"more": ["LDG.E.U16"] * 2},
+        "no 16-byte loads": {"loads": "LDG.E.64"}, "a ticket that does not wait for all stores": {"races": 1},
+        "2 barriers that do not wait for stores": {"bare": 2}, "no ticket": {"races": None},
+        "2 products computed by several warps": {"repeats": 2}, "shared memory above 232448": {"shared": 1 << 20},
         "only 10 instructions": {"size": 10},
     }.items(),
-)
+)  # fmt: skip
 def test_limits(what, given):
     names = [given.get("loads", "LDG.E.128")] * given.get("size", 100) + given.get("more", [])
     numbers = given.get("races", 0), given.get("shared", 0), given.get("repeats", 0)
@@ -85,30 +80,22 @@ def test_a_barrier_that_waits_for_no_stores_is_found(name):
     assert bare_barriers(wait + barrier) == 0 and bare_barriers(store + wait + store + barrier) == 1
 
 
-STORE, TICKET = (
-    {"hip": "\tglobal_store_dword v1, v2, s[4:5]\n", "cuda": "\tst.global.b32 [%rd1], %r1;\n"},
-    {
-        "hip": "\tglobal_atomic_add v1, v2, v1, s[4:5] sc0\n",
-        "cuda": "\tatom.global.gpu.acq_rel.add.u32 %r1, [%rd1], %r2;\n",
-    },
-)
+STORE = {"hip": "\tglobal_store_dword v1, v2, s[4:5]\n", "cuda": "\tst.global.b32 [%rd1], %r1;\n"}
+TICKET = {"hip": "\tglobal_atomic_add v1, v2, v1, s[4:5] sc0\n"}
+TICKET["cuda"] = "\tatom.global.gpu.acq_rel.add.u32 %r1, [%rd1], %r2;\n"
 
 
 @pytest.mark.parametrize(
     "backend,between,races",
     [
-        ("cuda", "", 1),
-        ("cuda", "\tbar.sync 0;\n", 0),
-        ("hip", "\ts_barrier\n", 1),
-        ("hip", "\ts_waitcnt vmcnt(0)\n", 1),
-        ("hip", "\ts_waitcnt vmcnt(1) lgkmcnt(0)\n\ts_barrier\n", 1),
-        ("hip", "\ts_barrier\n\ts_waitcnt vmcnt(0)\n", 1),
+        ("cuda", "", 1), ("cuda", "\tbar.sync 0;\n", 0), ("hip", "\ts_barrier\n", 1),
+        ("hip", "\ts_waitcnt vmcnt(0)\n", 1), ("hip", "\ts_waitcnt vmcnt(1) lgkmcnt(0)\n\ts_barrier\n", 1),
+        ("hip", "\ts_barrier\n\ts_waitcnt vmcnt(0)\n", 1), ("hip", "\ts_waitcnt vmcnt(0)\n.LBB0_1:\n\ts_barrier\n", 1),
         ("hip", "\ts_waitcnt vmcnt(0)\n\ts_cbranch_execz .LBB0_1\n\ts_barrier\n", 1),
-        ("hip", "\ts_waitcnt vmcnt(0)\n.LBB0_1:\n\ts_barrier\n", 1),
         ("hip", "\ts_waitcnt vmcnt(0)\n\tv_mov_b32 v1, v2\n\ts_barrier\n", 0),
         ("hip", "\ts_waitcnt lgkmcnt(0) vmcnt(0)\n\ts_barrier\n\ts_cbranch_execz .LBB0_1\n", 0),
     ],
-)
+)  # fmt: skip
 def test_tickets_wait_for_the_stores_of_all_threads(backend, between, races):
     assert tickets(STORE[backend] + between + TICKET[backend], backend) == (1, races)
     assert tickets(between + TICKET[backend], backend) == (1, 0)
@@ -119,10 +106,8 @@ MMA = "#mma = #ttg.nvidia_mma<{versionMajor = 3, warpsPerCTA = [8, 1], instrShap
 
 @pytest.mark.parametrize("result,repeats", [("128x64", 0), ("64x64", 1), ("256x128", 0), ("128x32", 1), ("64x16", 0)])
 def test_products_of_several_warps_are_found(result, repeats):
-    dot = (
-        f"%a = ttng.warp_group_dot %q, %k : tensor<{result}xbf16, #s> * tensor<16xf32> -> tensor<{result}xf32, #mma>\n"
-    )
-    assert repeated(MMA + dot, 32) == repeats
+    dot = f"%a = ttng.warp_group_dot %q, %k : tensor<{result}xbf16, #s> * tensor<16xf32> -> tensor<{result}xf32, #mma>"
+    assert repeated(f"{MMA}{dot}\n", 32) == repeats
 
 
 RECORDED = """

@@ -15,10 +15,10 @@ from fastkv.config import Config
 from fastkv.integrations.transformers import modules, stock
 from fastkv.integrations.transformers.attention import valid_tokens
 from fastkv.integrations.transformers.forward import SLIDING_ROLLBACK
-from fastkv.integrations.transformers.layer import FastKVLayer, HybridLayer
+from fastkv.integrations.transformers.layer import HybridLayer
 
 from .families import tiny as families_of_tests
-from .models import build, generate, prompt, raises
+from .models import build, compressed_layers, generate, prompt, raises
 from .test_families import WRITTEN_WITH
 
 ROOM, SMALL = Budget(tokens=500), Budget(tokens=20, sinks=2, recent=4)
@@ -61,16 +61,13 @@ def test_assisted_decoding(name, block):
 
 
 def test_layers_of_each_kind():
-    model = fastkv.patch(tiny("qwen3_next"), budget=ROOM)
-    assert [isinstance(layer, FastKVLayer) for layer in FastKVCache(model).layers] == [False, True] * 2
-    model = fastkv.patch(tiny("falcon_h1"), budget=ROOM)
-    assert all(type(layer) is HybridLayer for layer in FastKVCache(model).layers)
-    model = fastkv.patch(tiny(SHARED[1]), budget=ROOM)
-    cache = FastKVCache(model)
-    assert [index for index, layer in enumerate(cache.layers) if isinstance(layer, FastKVLayer)] == [0, 2]
-    assert cache.sources == {3: 2, 4: 1, 5: 2} and [one.cache.kv_sharers for one in cache.compressed] == [0, 2]
-    model = fastkv.patch(tiny("mllama:cross-attention"), budget=ROOM)
-    assert [isinstance(layer, FastKVLayer) for layer in FastKVCache(model).layers] == [True, False, True, True]
+    names = "qwen3_next", "falcon_h1", SHARED[1], "mllama:cross-attention"
+    linear, hybrid, shared, crossed = (FastKVCache(fastkv.patch(tiny(name), budget=ROOM)) for name in names)
+    assert compressed_layers(linear) == [1, 3] and len(linear.layers) == 4
+    assert all(type(layer) is HybridLayer for layer in hybrid.layers)
+    assert compressed_layers(shared) == [0, 2]
+    assert shared.sources == {3: 2, 4: 1, 5: 2} and [one.cache.kv_sharers for one in shared.compressed] == [0, 2]
+    assert compressed_layers(crossed) == [0, 2, 3] and len(crossed.layers) == 4
 
 
 def test_sizes_are_those_of_the_tensors():
@@ -98,8 +95,7 @@ def test_only_the_decoder_is_looked_at():
     """An encoder whose modules have the same places as the decoder's changes nothing."""
     model = build()
     model.add_module("audio_tower", Encoder(build("qwen3").model.layers[0].self_attn))
-    found = modules.attentions(model)
-    assert [type(one).__name__ for one in found.values()] == ["LlamaAttention"] * 4
+    assert [type(one).__name__ for one in modules.attentions(model).values()] == ["LlamaAttention"] * 4
     fastkv.patch(model, budget=ROOM)
     assert torch.equal(generate(model, *prompt()), generate(fastkv.patch(build(), budget=ROOM), *prompt()))
 
@@ -112,8 +108,7 @@ def test_two_modules_in_one_place():
 
 def test_the_output_projection_has_many_names():
     for name, shape in (("gpt2", (64, 4, 16)), ("gpt_neox", (64, 4, 16)), ("phi3", (64, 4, 16))):
-        module = modules.attentions(tiny(name))[0]
-        assert modules.output_projection(module, shape[2]).shape == shape
+        assert modules.output_projection(modules.attentions(tiny(name))[0], shape[2]).shape == shape
     raises("expected one named o_proj, out_proj", modules.output_weight, nn.Linear(2, 2))
 
 
@@ -123,8 +118,7 @@ def test_the_output_projection_has_many_names():
 def test_state_spaces_that_read_prompts_whole():
     """Their layers begin anew at every block, in transformers too."""
     why = "jamba reads prompts whole only: its linear attention begins anew at every block; use prefill_block=None"
-    with pytest.raises(FastKVError, match=why):
-        fastkv.patch(tiny("jamba"), prefill_block=16)
+    raises(why, fastkv.patch, tiny("jamba"), prefill_block=16)
 
 
 class OddLayer(stock.DynamicLayer):
@@ -203,8 +197,7 @@ def test_padding_follows_the_2d_mask():
     real = torch.tensor([[False, True, True], [True, True, True]])
     assert torch.equal(valid_tokens(seeing, real, 2, 3, torch.device("cpu")), real)
     assert valid_tokens(seeing, None, 2, 3, torch.device("cpu")).all()
-    least = torch.finfo(torch.float32).min
-    hidden = torch.where(real[:, None, None] & seeing, 0.0, least)
+    hidden = torch.where(real[:, None, None] & seeing, 0.0, torch.finfo(torch.float32).min)
     assert torch.equal(valid_tokens(hidden, None, 2, 3, torch.device("cpu")), real)
 
 
@@ -212,8 +205,7 @@ def test_padding_follows_the_2d_mask():
 def test_padding_of_a_model_whose_mask_hides_nothing(block, monkeypatch):
     (ids, mask), model = prompt(2, 30, (0, 7)), fastkv.patch(build(), budget=SMALL, prefill_block=block)
     monkeypatch.setattr("transformers.models.llama.modeling_llama.create_causal_mask", lambda **given: None)
-    cache = model(ids, attention_mask=mask).past_key_values
-    assert cache.compressed[0].state.seen.tolist() == [30, 23]
+    assert model(ids, attention_mask=mask).past_key_values.compressed[0].state.seen.tolist() == [30, 23]
 
 
 # Layers that share keys.
@@ -260,8 +252,7 @@ def test_a_layer_evicts_after_its_last_reader():
 
 def test_readers_attend_once():
     layer, q = shared_layers(1)
-    one = block(1, 5)
-    raises("1 of 1 layers that share the keys of layer 0 did not attend", layer.step, *one[:3])
+    raises("1 of 1 layers that share the keys of layer 0 did not attend", layer.step, *block(1, 5)[:3])
     layer.attend_shared(q, HOW, lambda: q)
     raises("attend more often than once", layer.attend_shared, q, HOW, lambda: q)
     layer.reset()
@@ -274,6 +265,5 @@ def test_readers_see_the_past_and_the_block():
     layer.attend_shared(q, HOW, lambda: q)
     q, k, v, valid = block(6, 9)
     out = layer.read(q, k, v, valid)
-    twin_out = layer.attend_shared(q[:, :, -2:], HOW, lambda: q)
-    torch.testing.assert_close(twin_out, out[:, :, -2:])
+    torch.testing.assert_close(layer.attend_shared(q[:, :, -2:], HOW, lambda: q), out[:, :, -2:])
     assert int(layer.state.seen[0]) == 36

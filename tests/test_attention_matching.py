@@ -1,5 +1,6 @@
 """Attention Matching: keys, biases and values against plain loops and coordinate descent in float64."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -55,32 +56,30 @@ def test_biases_and_values_are_those_of_two_least_squares_problems(softcap, pena
     both = Pairs(keys, values, match), Pairs(keys, values, free)
     bias, after = correction.matched(q, asked, *both, Spec(SCALE, softcap))
     assert not bias[~free].any() and torch.equal(after[~free], values[~free])
-    for b in range(B):
-        for head in range(HKV):
-            own = free[b, head]
-            logits = rows_of(q, asked, keys, match, b, head, softcap)
-            mass = (logits - logits.amax(-1, keepdim=True)).exp()
-            w = descend(mass[:, own], mass.sum(-1), penalty, math.exp(-3), math.exp(high))
-            torch.testing.assert_close(bias[b, head, own], w.log(), atol=2e-4, rtol=2e-4)
-            x = mass[:, own] * bias[b, head, own].exp()
-            x = x / x.sum(-1, keepdim=True)
-            ridge = penalty * x.square().sum() / own.sum()
-            missing = logits.softmax(-1) @ values[b, head] - x @ values[b, head, own]
-            stacked = torch.cat([x, ridge.sqrt() * torch.eye(int(own.sum()), dtype=F64)])
-            target = torch.cat([missing, torch.zeros(int(own.sum()), D, dtype=F64)])
-            want = values[b, head, own] + torch.linalg.lstsq(stacked, target).solution
-            torch.testing.assert_close(after[b, head, own], want, atol=1e-9, rtol=1e-9)
+    for b, head in itertools.product(range(B), range(HKV)):
+        own = free[b, head]
+        logits = rows_of(q, asked, keys, match, b, head, softcap)
+        mass = (logits - logits.amax(-1, keepdim=True)).exp()
+        w = descend(mass[:, own], mass.sum(-1), penalty, math.exp(-3), math.exp(high))
+        torch.testing.assert_close(bias[b, head, own], w.log(), atol=2e-4, rtol=2e-4)
+        x = mass[:, own] * bias[b, head, own].exp()
+        x = x / x.sum(-1, keepdim=True)
+        ridge = penalty * x.square().sum() / own.sum()
+        missing = logits.softmax(-1) @ values[b, head] - x @ values[b, head, own]
+        stacked = torch.cat([x, ridge.sqrt() * torch.eye(int(own.sum()), dtype=F64)])
+        target = torch.cat([missing, torch.zeros(int(own.sum()), D, dtype=F64)])
+        want = values[b, head, own] + torch.linalg.lstsq(stacked, target).solution
+        torch.testing.assert_close(after[b, head, own], want, atol=1e-9, rtol=1e-9)
 
 
 def told(softcap=None):
     q, asked, rows, values, valid = setting(seed=1, spread=2.0)
     positions = torch.arange(N, dtype=torch.int32).repeat(B, HKV, 1)
-    zeros = torch.zeros(B, HKV, N)
+    zeros, policy = torch.zeros(B, HKV, N), AttentionMatching()
     signals = make_signals(
         SCALE, keys=rows, values=values, positions=positions, valid=valid, softcap=softcap, tokens=9,
         attention=zeros, memory=zeros, reread=Reread(zeros + 0.5, q, asked),
     )  # fmt: skip
-    policy = AttentionMatching()
     signals = replace(signals, memory=policy.remember(signals))
     return signals, policy.score(signals)
 
@@ -89,11 +88,10 @@ def told(softcap=None):
 def test_scores_are_root_mean_squares_of_attention(softcap):
     signals, scores = told(softcap)
     again = signals.reread
-    for b in range(B):
-        for head in range(HKV):
-            logits = rows_of(again.queries, again.asked, signals.keys, signals.valid, b, head, softcap)
-            want = logits.softmax(-1).square().mean(0).sqrt()
-            torch.testing.assert_close(scores[b, head].double(), want, atol=1e-6, rtol=1e-5)
+    for b, head in itertools.product(range(B), range(HKV)):
+        logits = rows_of(again.queries, again.asked, signals.keys, signals.valid, b, head, softcap)
+        want = logits.softmax(-1).square().mean(0).sqrt()
+        torch.testing.assert_close(scores[b, head].double(), want, atol=1e-6, rtol=1e-5)
 
 
 def read(policy, length=50, heads="uniform", slots="model", **options):

@@ -55,8 +55,7 @@ def test_reasons(monkeypatch):
     assert why_not("triton", CUDA) is None
     for options, reason in (
         ({"dtype": torch.float64}, "not torch.float64"),
-        ({"head_dim": 24}, "head_dim must be a multiple of 16 up to 512, got 24"),
-        ({"head_dim": 528}, "head_dim must be a multiple of 16 up to 512, got 528"),
+        *(({"head_dim": dim}, f"head_dim must be a multiple of 16 up to 512, got {dim}") for dim in (24, 528)),
         ({"head_dim": 272, "dtype": torch.float32}, "head_dim may be at most 256 in float32, got 272"),
         ({"head_dim": 192, "value_dim": 128}, "keys and values must be equally wide, got 192 and 128"),
         ({"groups": 17}, "at most 16 query heads may share a KV head, got 17"),
@@ -83,10 +82,8 @@ def test_a_backend_that_cannot_run_is_refused(monkeypatch):
     check_backend("auto", CPU, *sizes)
     said = "^backend='cpu' cannot run: the model is on cuda; use backend='reference'$"
     raises(said, check_backend, "cpu", CUDA, *sizes)
-    said = (
-        "^the Triton kernels cannot run: at most 16 query heads may share a KV head, got 17; use backend='reference'$"
-    )
-    raises(said, check_backend, "auto", CUDA, torch.float32, 64, 17)
+    why = "^the Triton kernels cannot run: at most 16 query heads may share a KV head, got 17; use backend='reference'$"
+    raises(why, check_backend, "auto", CUDA, torch.float32, 64, 17)
 
 
 @pytest.fixture
@@ -109,14 +106,9 @@ def test_the_newest_flash_attn_that_serves_a_gpu(gpu, monkeypatch):
     two.flash_attn_varlen_func, three.flash_attn_varlen_func = (lambda: 2), (lambda: 3)
     both = {"flash_attn": two, "flash_attn_interface": three}
     for capability, packages, number in (
-        ((9, 0), both, 3),
-        ((8, 9), both, 2),
-        ((10, 0), both, 2),
-        ((9, 0), {"flash_attn": two}, 2),
-        ((9, 0), {"flash_attn_interface": three}, 3),
+        *(((9, 0), both, 3), ((8, 9), both, 2), ((10, 0), both, 2), ((7, 5), both, None), ((9, 0), {}, None)),
+        *(((9, 0), {"flash_attn": two}, 2), ((9, 0), {"flash_attn_interface": three}, 3)),
         ((8, 0), {"flash_attn_interface": three}, None),
-        ((7, 5), both, None),
-        ((9, 0), {}, None),
         ((9, 0), {"flash_attn": ModuleType("flash_attn")}, None),  # of flash-attn 4 alone
     ):
         found = gpu(capability, **packages)
@@ -160,9 +152,7 @@ COMPILER = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), "")
 @pytest.mark.parametrize("name", ["slots", "joins", "most_attended"])
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 def test_what_is_compiled_for_a_cpu_compiles(name):
-    """Where it does not, all else goes on without it, and the tests of it are skipped. As C++17, which torch 2.11 asks
-    for; later ones ask for C++20.
-    """
+    """Else all goes on without it and its tests are skipped. As C++17, which torch 2.11 asks for; later ones, C++20."""
     assert compiled.available(name), compiled.library(name)
     source = "".join((compiled.HERE / file).read_text() for file in ("vectors.hpp", f"{name}.cpp"))
     command = [COMPILER, "-std=c++17", "-fsyntax-only", "-march=native", "-fopenmp", "-x", "c++", "-"]

@@ -1,6 +1,7 @@
 """Slots with a bias, an addend of their logits: e^bias = n counts as n copies of the slot, and moves with it."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -23,8 +24,7 @@ def held(dtype=torch.float32, slots="model", attention=False, spare=0):
     """Heads that hold LENGTHS tokens with biases log(COPIES), and room for `spare` more."""
     keys, values = (random(B, HKV, C + spare, D, seed=seed, dtype=dtype) for seed in (1, 2))
     positions = torch.arange(C + spare, dtype=torch.int32).repeat(B, HKV, 1)
-    seen = LENGTHS.amax(-1).long()
-    made = make_state(keys, values, LENGTHS.clone(), positions, seen)
+    made = make_state(keys, values, LENGTHS.clone(), positions, LENGTHS.amax(-1).long())
     made.exact.bias = COPIES.double().log().to(torch.promote_types(dtype, torch.float32)).repeat(B, 1, 1)
     made.exact.bias = torch.nn.functional.pad(made.exact.bias, (0, spare), value=7.0)
     made.exact.attention = torch.zeros(B, HKV, C + spare) if attention else None
@@ -34,17 +34,16 @@ def held(dtype=torch.float32, slots="model", attention=False, spare=0):
 def expected(q, state, more=None, softcap=None):
     """Attention of q [B, HQ, D] in float64 over every pair as often as it counts, then over `more` pairs; its lse."""
     out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(q.shape[:2], dtype=torch.float64)
-    for b in range(B):
-        for head in range(HQ):
-            own = head // G
-            num = int(LENGTHS[b, own])
-            keys, values = (state.exact[name][b, own, :num].double() for name in ("keys", "values"))
-            keys, values = (part.repeat_interleave(COPIES[own, :num], 0) for part in (keys, values))
-            if more is not None:
-                keys, values = (torch.cat([part, new[b, own].double()]) for part, new in zip((keys, values), more))
-            logits = D**-0.5 * keys @ q[b, head].double()
-            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-            out[b, head], lse[b, head] = logits.softmax(0) @ values, logits.logsumexp(0)
+    for b, head in product(range(B), range(HQ)):
+        own = head // G
+        num = int(LENGTHS[b, own])
+        keys, values = (state.exact[name][b, own, :num].double() for name in ("keys", "values"))
+        keys, values = (part.repeat_interleave(COPIES[own, :num], 0) for part in (keys, values))
+        if more is not None:
+            keys, values = (torch.cat([part, new[b, own].double()]) for part, new in zip((keys, values), more))
+        logits = D**-0.5 * keys @ q[b, head].double()
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        out[b, head], lse[b, head] = logits.softmax(0) @ values, logits.logsumexp(0)
     return out, lse
 
 
@@ -68,8 +67,7 @@ def test_a_step_counts_a_slot_as_often_as_its_bias_says(backend, slots, softcap,
     out, retained, _ = ops.decode_step(q, k, v, own, make_spec(D**-0.5, softcap, backend=backend))
     torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(retained.double(), lse, atol=1e-5, rtol=1e-5)
-    last = LENGTHS.long()[..., None]
-    assert not own.exact["bias"].gather(-1, last).any(), "a new token counts once"
+    assert not own.exact["bias"].gather(-1, LENGTHS.long()[..., None]).any(), "a new token counts once"
     if attention:
         torch.testing.assert_close(own.exact["attention"].sum(-1), torch.ones(B, HKV), atol=1e-5, rtol=1e-5)
 
@@ -96,12 +94,9 @@ def test_biases_of_slots_that_are_decoded_first():
     state.exact.bias, state.exact.filled = random(1, HKV, 16, seed=3), 8
     state = encoded(state, "int4")
     block = random(1, HQ, 3, 128, seed=4), *(random(1, HKV, 3, 128, seed=seed) for seed in (5, 6))
-    found, want = (
-        ops.prefill_attention(*block, torch.ones(1, 3, dtype=torch.bool), state, make_spec(0.1, backend=backend))
-        for backend in ("triton", "reference")
-    )
-    for one, other in zip(found, want):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    given = *block, torch.ones(1, 3, dtype=torch.bool), state
+    found, want = (ops.prefill_attention(*given, make_spec(0.1, backend=name)) for name in ("triton", "reference"))
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
@@ -154,8 +149,7 @@ def test_a_block_comes_with_no_bias(backend):
     ops.compact(valid, Selection(kept, kept.sum(-1)), (*block, positions), None, state, make_spec(1.0, backend=backend))
     for b, rows in enumerate(biases(state)):
         for head, row in enumerate(rows):
-            new = {int(LENGTHS[b].max()) + i: 0.0 for i in range(2)}
-            want = before[b][head] | new
+            want = before[b][head] | {int(LENGTHS[b].max()) + i: 0.0 for i in range(2)}
             assert len(row) == int(kept[b, head].sum()) and row.items() <= want.items()
 
 

@@ -15,8 +15,7 @@ def test_times_smaller_is_of_a_bfloat16_cache_of_the_prompt():
     cost = LayerCost(per_token=40, fixed=100, full=64)
     for times, context in ((1.0, 100), (2, 1000), (16, 10_000)):
         tokens = Budget(compress=times).average(3, context, cost)
-        room = 64 * context / times
-        assert cost.spent(tokens) <= room < cost.spent(tokens + 1)
+        assert cost.spent(tokens) <= 64 * context / times < cost.spent(tokens + 1)
     assert Budget(compress=16).average(1, 40, cost) == 36  # what is protected stays
     assert Budget.of("16x") == Budget(compress=16) and Budget.of("2.5x") == Budget(compress=2.5)
     assert Budget(compress=2).follows_prompt and Budget(compress=2).in_bytes
@@ -39,8 +38,7 @@ def test_words_that_are_no_budget(value):
 
 @pytest.mark.parametrize("context, tokens", [(100, 7), (10000, 700), (101, 8)])
 def test_a_share_that_floats_cannot_hold_keeps_as_many_tokens(context, tokens):
-    budget = Budget(keep=0.07, sinks=0, recent=0, heads="uniform")
-    assert budget.average(1, context, LayerCost(0, 0)) == tokens
+    assert Budget(keep=0.07, sinks=0, recent=0, heads="uniform").average(1, context, LayerCost(0, 0)) == tokens
 
 
 def test_of_a_short_prompt_every_layer_keeps_what_is_protected():

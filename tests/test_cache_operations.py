@@ -20,10 +20,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import fastkv
 from fastkv import Budget, FastKVCache
 from fastkv.integrations.transformers.attention import fastkv_attention
-from fastkv.policies import Policy, get
+from fastkv.policies import Policy
 
 from .conftest import examples
-from .models import build, prompt
+from .models import build, policy, prompt
 from .test_properties import attention_of, best, moments_of
 from .test_saved import refused, rewritten, saved_bytes
 
@@ -74,15 +74,11 @@ class Remembering(Policy):
 @functools.cache
 def patched(case):
     """A patched model of one layer; only its cache is used."""
-    policy = case.policy
-    if policy == "duoattention":
-        pattern = Path(tempfile.mkdtemp()) / "pattern.tsv"  # the policy reads it only once
-        pattern.write_text("0.9\t0.1\n")
-        policy = get(policy, pattern=str(pattern))
-    if case.policy == "remembering":
-        policy = Remembering()
-    budget = Budget(tokens=case.tokens, sinks=SINKS, recent=RECENT, heads=case.heads)
-    return fastkv.patch(one_layer(), policy, budget, evict_every=case.every, correction=case.correction)
+    with tempfile.TemporaryDirectory() as folder:
+        remembers = case.policy == "remembering"
+        chosen = Remembering() if remembers else policy(case.policy, Path(folder), pattern="0.9\t0.1\n")
+        budget = Budget(tokens=case.tokens, sinks=SINKS, recent=RECENT, heads=case.heads)
+        return fastkv.patch(one_layer(), chosen, budget, evict_every=case.every, correction=case.correction)
 
 
 def one_layer():
@@ -156,8 +152,7 @@ class Expected:
         for row in self.rows:
             own = [list(row.candidates(self.case, head)) for head in range(HEADS)]
             safe = set().union(*(best(one, floor) for one in own))
-            together = [(one[3] in safe, *one[1:]) for head in own for one in head]
-            row.shrink(best(together, HEADS * tokens))
+            row.shrink(best([(one[3] in safe, *one[1:]) for head in own for one in head], HEADS * tokens))
         self.steps = 0
 
 
@@ -314,8 +309,7 @@ class Operations(RuleBasedStateMachine):
     def choose(self, data):
         index = data.draw(st.sampled_from(self.filled()))
         cache, expected = self.pairs[index]
-        rows = st.lists(st.integers(0, len(expected.rows) - 1), min_size=1, max_size=4)
-        chosen = data.draw(rows)
+        chosen = data.draw(st.lists(st.integers(0, len(expected.rows) - 1), min_size=1, max_size=4))
         cache.batch_select_indices(torch.tensor(chosen))
         expected.rows = [expected.rows[row].copy() for row in chosen]
 
@@ -379,14 +373,13 @@ class Operations(RuleBasedStateMachine):
             for h in range(HEADS):
                 first = 0 if exact.starts is None else int(exact.starts[b, h])
                 used = slice(first, first + lengths[b][h])
-                keys, values, positions = (
-                    part[b, h, used] if exact.starts is None else part[b, used] for part in exact.moving().values()
-                )
+                place = (b, h, used) if exact.starts is None else (b, used)
+                keys, values, positions = (part[place] for part in exact.moving().values())
                 held = positions.tolist()
                 assert sorted(held) == sorted(row.kept[h])
                 if exact.memory is not None:  # nothing yet of the tokens that were decoded since the last eviction
                     known = [p + 1 if p < row.seen - expected.steps else 0 for p in held]
-                    assert exact.memory[b, h, used].tolist() == known
+                    assert exact.memory[place].tolist() == known
                 for part, stored in enumerate((keys, values)):
                     own = [row.kept[h][p][part] for p in held]
                     assert torch.equal(stored, torch.stack([stored[:0].sum(0), *own])[1:])
@@ -403,11 +396,8 @@ class Operations(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_any_sequence_of_operations(case):
-    every = settings(
-        max_examples=examples(170),
-        stateful_step_count=10,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    every = settings(max_examples=examples(170), stateful_step_count=10, suppress_health_check=slow)
     run_state_machine_as_test(lambda: Operations(case), settings=every)
 
 
@@ -432,9 +422,8 @@ def test_attention_while_decoding_is_a_mean_over_the_queries_that_saw_the_token(
     every, tokens, spy = 3, 5, Spy()
     model = fastkv.patch(one_layer(), spy, Budget(tokens=tokens, sinks=0, recent=0), evict_every=every)
     cache, module = FastKVCache(model), model.model.layers[0].self_attn
-    generator = torch.Generator().manual_seed(0)
-    keys, values = torch.randn(2, 1, HEADS, length + 3 * every, KEY_DIM, generator=generator)
-    queries = torch.randn(1, HEADS * GROUPS, length + 3 * every, KEY_DIM, generator=generator)
+    keys, values = torch.randn(2, 1, HEADS, length + 3 * every, KEY_DIM)
+    queries = torch.randn(1, HEADS * GROUPS, length + 3 * every, KEY_DIM)
     steps = [slice(0, length)] + [slice(at, at + 1) for at in range(length, length + 3 * every)]
     kept, received = list(range(length))[-tokens:], []
     for step in steps:
@@ -447,8 +436,7 @@ def test_attention_while_decoding_is_a_mean_over_the_queries_that_saw_the_token(
             continue
         kept.append(step.start)
         logits = SCALE * torch.einsum("hgd,hnd->hgn", q[0, :, 0].view(HEADS, GROUPS, -1), keys[0][:, kept]).double()
-        weights = logits.softmax(-1).mean(1)
-        received.append([dict(zip(kept, head.tolist())) for head in weights])
+        received.append([dict(zip(kept, head.tolist())) for head in logits.softmax(-1).mean(1)])
         if len(received) < every:
             continue
         told = spy.told.pop() if spy.told else None
@@ -466,8 +454,7 @@ def test_windows_in_later_blocks_do_not_see_the_padding_of_the_first_turn():
     (ids, _), later = prompt(1, 12), prompt(1, 17, seed=3)[0]
     mask = torch.ones(1, 29, dtype=torch.long)
     mask[0, :6] = 0
-    whole = torch.cat([ids, later], 1)
-    expected = model(whole, attention_mask=mask).logits[:, 12:]
+    expected = model(torch.cat([ids, later], 1), attention_mask=mask).logits[:, 12:]
     fastkv.patch(model, "streaming", Budget(tokens=64, sinks=2, recent=4), prefill_block=7)
     cache = model(ids, attention_mask=mask[:, :12]).past_key_values
     got = model(later, attention_mask=mask, past_key_values=cache).logits

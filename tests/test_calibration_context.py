@@ -5,6 +5,7 @@ import math
 import os
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -157,8 +158,7 @@ OTHER = FAMILIES["qwen3"][1]
 
 
 def curve(policy="snapkv", config=CONFIG, **changes):
-    made = QualityCurve(1.25, -0.1, policy, fingerprint(config), describe(config), 42, 0.07)
-    return replace(made, **changes)
+    return replace(QualityCurve(1.25, -0.1, policy, fingerprint(config), describe(config), 42, 0.07), **changes)
 
 
 def test_file_round_trip_and_merge(tmp_path):
@@ -205,11 +205,7 @@ def test_save_refuses_and_leaves_the_old_file(tmp_path, monkeypatch):
     refused("one model", save_curves, path, [curve("keydiff", config=OTHER)])
     refused("none", save_curves, tmp_path / "new.json", [])
     refused("cannot be written", save_curves, tmp_path / "nowhere" / "context.json", [curve()])
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError(28, "No space left on device")))
     refused("No space left", save_curves, path, [curve("keydiff")])
     assert path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["context.json"]
@@ -223,10 +219,8 @@ def test_texts_hold_their_answers(text, bundled):
         assert sample == text(tokenizer, 256, seed) and sample != text(tokenizer, 256, seed - 12)
         assert len(sample.questions) == len(sample.answers) > 1
         for answer in sample.answers:
-            value = answer.removesuffix(".").split(" and ")[0].strip()
-            assert value in sample.context
-        words = len(tokenizer(sample.context).input_ids)
-        assert 190 <= words <= 290
+            assert answer.removesuffix(".").split(" and ")[0].strip() in sample.context
+        assert 190 <= len(tokenizer(sample.context).input_ids) <= 290
 
 
 def test_triples_of_the_bundled_model(bundled):
@@ -248,7 +242,6 @@ def test_quality_is_the_nll_ratio_of_the_answers_alone(bundled):
     model, tokenizer = bundled
     options = {"keeps": (0.15,), "lengths": (256,), "samples": 3, "write": calibration_text}
     triples = make_triples(model, tokenizer, "keydiff", **options)
-    budget = fastkv.Budget(keep=0.15, sinks=4, recent=16)
     for index, triple in enumerate(triples):
         sample = calibration_text(tokenizer, 256, -1 - index)
         prompt = tokenizer(sample.context).input_ids
@@ -258,9 +251,8 @@ def test_quality_is_the_nll_ratio_of_the_answers_alone(bundled):
             ids = torch.tensor([prompt + asked + told])
             split = len(prompt)
             full = model(ids).logits
-            with fastkv.patched(model, "keydiff", budget):
-                cache = model(ids[:, :split]).past_key_values
-                rest = model(ids[:, split:], past_key_values=cache).logits
+            with fastkv.patched(model, "keydiff", fastkv.Budget(keep=0.15, sinks=4, recent=16)):
+                rest = model(ids[:, split:], past_key_values=model(ids[:, :split]).past_key_values).logits
             for name, logits in (("full", full), ("compressed", rest)):
                 last = logits[0, -len(told) - 1 : -1]
                 lost[name] += torch.nn.functional.cross_entropy(last, ids[0, -len(told) :], reduction="none").tolist()

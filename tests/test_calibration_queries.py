@@ -19,10 +19,9 @@ from .toy import MODEL, load, write
 @families
 def test_fit_is_the_mean_of_the_queries_before_the_rotary_embedding(name):
     model, ids = build(name), sequences()
-    full = FULL_LAYERS[name]
     recorded = projected(model, ids, "q")
     fitted = fit(model, ids.split(3))
-    assert list(fitted.layers) == full and fitted.tokens == ids.numel()
+    assert list(fitted.layers) == FULL_LAYERS[name] and fitted.tokens == ids.numel()
     for layer, known in fitted.layers.items():
         queries = recorded["q", layer].flatten(0, 1)
         mean, pairs = queries.mean(0), torch.complex(queries[..., :8], queries[..., 8:])
@@ -82,7 +81,5 @@ def test_the_command_writes_what_fit_finds(tmp_path, capsys):
     path, text = tmp_path / "queries.safetensors", write(tmp_path / "text.txt", 3)
     words = ("--model", MODEL, "--text", text, "--length", "128", "--tokens", "300", "--out", str(path))
     assert main(["calibrate", "queries", *words]) == 0
-    model, _ = load()
-    read = QueryCalibration.load(path, model.config)
-    assert read.tokens == 256
+    assert QueryCalibration.load(path, load()[0].config).tokens == 256
     assert f'fastkv.policies.get("triattention", calibration="{path}")' in capsys.readouterr().out

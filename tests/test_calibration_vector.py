@@ -32,8 +32,7 @@ def pairs(count=200, heads=2, key_dim=6, value_dim=4, seed=0):
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.logspace(-2, 1, key_dim, dtype=torch.float64)
     keys = torch.randn(1, heads, count, key_dim, generator=generator, dtype=torch.float64) * sizes
-    values = torch.randn(1, heads, count, value_dim, generator=generator, dtype=torch.float64) + 0.3
-    return keys, values
+    return keys, torch.randn(1, heads, count, value_dim, generator=generator, dtype=torch.float64) + 0.3
 
 
 def summed(keys, values):
@@ -86,8 +85,7 @@ def test_a_joint_fit_is_least_squares_on_the_keys_of_all_heads(name):
     model, ids = build(name), sequences()
     fitted = fit(model, ids.split(2), held_out=0.25, joint=True)
     apart = torch.tensor([True, False, False, False] * 2)
-    turning = rotations(model, FULL_LAYERS[name])
-    for layer, keys, values in pre_rope_pairs(model, turning, ids):
+    for layer, keys, values in pre_rope_pairs(model, rotations(model, FULL_LAYERS[name]), ids):
         k, v = (rows.double().transpose(1, 2).flatten(2) for rows in (keys, values))
         weight = torch.linalg.lstsq(k[~apart].flatten(0, 1), v[~apart].flatten(0, 1)).solution
         assert fitted.weights[layer].shape == (2, 32, 16) and fitted.r2[layer].shape == (1,)
@@ -128,8 +126,7 @@ def test_fit_refuses_what_it_cannot_fit():
 
 
 def test_threshold_is_that_of_the_proposition():
-    assert required_r2() == 0.5
-    assert required_r2(0.25) == 0.8
+    assert required_r2() == 0.5 and required_r2(0.25) == 0.8
 
 
 @pytest.mark.parametrize("boundary", [0.0, 1.1])
@@ -204,12 +201,9 @@ def test_load_refuses_files_it_cannot_trust(tmp_path):
     for content in (b"", b"no tensors here", struct.pack("<Q", 10**9) + b"{}"):
         path.write_bytes(content)
         refused("cannot be read", VectorMap.load, path, config)
-    save_file({"weight.0": torch.zeros(2)}, path)
-    refused("header", VectorMap.load, path, config)
-    save_file({"weight.0": torch.zeros(2)}, path, {"format": "pt"})
-    refused("header", VectorMap.load, path, config)
-    save_file({"weight.0": torch.zeros(2)}, path, {MAPS.header: "[1"})
-    refused("damaged", VectorMap.load, path, config)
+    for header, said in ((None, "header"), ({"format": "pt"}, "header"), ({MAPS.header: "[1"}, "damaged")):
+        save_file({"weight.0": torch.zeros(2)}, path, header)
+        refused(said, VectorMap.load, path, config)
     rewritten(path)
     VectorMap.load(path, config)
     rewritten(path, version=MAPS.version + 1, fingerprint=None)
@@ -221,20 +215,14 @@ def test_load_refuses_files_it_cannot_trust(tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        lambda weights, r2: weights.pop(2),
-        lambda weights, r2: r2.pop(2),
-        lambda weights, r2: (weights.clear(), r2.clear()),
-        lambda weights, r2: weights.update({2: weights[2].double()}),
-        lambda weights, r2: weights.update({2: weights[2][0]}),
-        lambda weights, r2: r2.update({2: r2[2][:1]}),
-        lambda weights, r2: r2.update({2: r2[2].float()}),
-        lambda weights, r2: weights[2].fill_(torch.nan),
-        lambda weights, r2: (weights.update({4: weights[2]}), r2.update({4: r2[2]})),
-        lambda weights, r2: (weights.update({"x": weights[2]}), r2.update({"x": r2[2]})),
-    ],
-    ids="weight-missing r2-missing empty double flat short single nan no-such-layer no-number".split(),
-)
+    [lambda weights, r2: weights.pop(2), lambda weights, r2: r2.pop(2),
+     lambda weights, r2: (weights.clear(), r2.clear()),
+     lambda weights, r2: weights.update({2: weights[2].double()}),
+     lambda weights, r2: weights.update({2: weights[2][0]}), lambda weights, r2: weights[2].fill_(torch.nan),
+     lambda weights, r2: r2.update({2: r2[2][:1]}), lambda weights, r2: r2.update({2: r2[2].float()}),
+     *(lambda weights, r2, name=name: [some.update({name: some[2]}) for some in (weights, r2)] for name in (4, "x"))],
+    ids="weight-missing r2-missing empty double flat nan short single no-such-layer no-number".split(),
+)  # fmt: skip
 def test_load_refuses_tensors_that_do_not_fit(tmp_path, change):
     path, fitted = tmp_path / "vector.safetensors", example()
     weights, r2 = {i: w.clone() for i, w in fitted.weights.items()}, dict(fitted.r2)

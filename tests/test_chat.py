@@ -84,8 +84,7 @@ def test_memory_stays_and_a_saved_conversation_goes_on(conversation, tmp_path):
         sizes.append(conversation.cache.nbytes())
         assert conversation.cache.get_seq_length() + conversation.pending.shape[1] > len(word.split())
     assert len(set(sizes)) == 1
-    said = chat.commanded(conversation, "/stats")
-    assert re.search(r", \d+ tokens seen, \d+ kept per head, [\d.]+ MiB\)$", said)
+    assert re.search(r", \d+ tokens seen, \d+ kept per head, [\d.]+ MiB\)$", chat.commanded(conversation, "/stats"))
     conversation.save(file)
     assert conversation.pending.shape[1] == 0
     answers = []

@@ -47,8 +47,7 @@ def decode(model, step, cache, token, steps, start):
     """Logits of `steps` decoded tokens, fed greedily."""
     found = []
     for index in range(steps):
-        positions = torch.full((len(token), 1), start + index)
-        out = step(token, past_key_values=cache, position_ids=positions)
+        out = step(token, past_key_values=cache, position_ids=torch.full((len(token), 1), start + index))
         found.append(out.logits)
         token = out.logits[:, -1:].argmax(-1).clone()
     return torch.cat(found, 1)
@@ -151,8 +150,7 @@ def test_saving_leaves_a_padded_ring_as_it_is(tmp_path):
 
 
 def test_refusals():
-    model = build()
-    raises(r"static must be True, False or None .*got 1", fastkv.patch, model, static=1)
+    raises(r"static must be True, False or None .*got 1", fastkv.patch, build(), static=1)
     gemma = build("gemma3")
     gemma.config._attn_implementation_internal = "flash_attention_2"
     raises("static=True with sliding-window layers", fastkv.patch, gemma, static=True)
@@ -299,6 +297,5 @@ def test_generate_does_not_capture_tokens_at_positions_of_their_own():
     steps = captured.GeneratedSteps(model)
     steps.eager = captured.EAGER
     with pytest.warns(UserWarning, match="not captured, which is slower: tokens have positions of their own"):
-        own = torch.full((2, 1), 40)
-        steps(input_ids=ids[:, :1], position_ids=own, use_cache=True, **{captured.CACHE: cache})
+        steps(input_ids=ids[:, :1], position_ids=torch.full((2, 1), 40), use_cache=True, **{captured.CACHE: cache})
     assert steps.step is None and cache.get_seq_length() == 31

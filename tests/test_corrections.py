@@ -19,15 +19,9 @@ B, HKV, D, DV = 2, 3, 16, 8
 NAMES = corrections.names()
 SHARES = {"centroids": 16}  # of the bytes of the pairs, one of so many
 MIXED_IN = {  # order of the moments, another class, or nothing
-    "none": None,
-    "mean": 0,
-    "moments": 1,
-    "centroids": Centroids,
-    "matching": None,
-    "vector": None,
-    "vector+mean": 0,
-    "vector+moments": 1,
-}
+    "none": None, "mean": 0, "moments": 1, "centroids": Centroids, "matching": None, "vector": None,
+    "vector+mean": 0, "vector+moments": 1,
+}  # fmt: skip
 
 
 def state_of(name, order=1):
@@ -80,8 +74,7 @@ def test_what_is_remembered_besides_moments(name):
     """Nothing, or centroids in their share of the bytes of the pairs that stay: no fewer than four of a head."""
     correction, device = corrections.get(name), torch.device("cpu")
     for tokens, itemsize in ((1, 2), (700, 2), (1000, 4)):
-        shape = Shape(HKV, D, DV, itemsize)
-        found = correction.empty(B, shape, tokens, device)
+        found = correction.empty(B, Shape(HKV, D, DV, itemsize), tokens, device)
         if name not in SHARES:
             assert found is None and correction.kind is None
             continue

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -81,8 +82,7 @@ def close(found, expected, limit=2e-6):
 @settings(max_examples=examples(400), deadline=None)
 @given(problems(), st.sampled_from(list(LIMIT)), st.booleans(), st.booleans(), st.booleans())
 def test_a_step(slab, problem, dtype, watched, parts, append):
-    """With a token, or on what is stored already, which in some heads may be nothing. Heads that share a slab own one
-    slot more than they use."""
+    """With a token, or on what is stored, if anything. Heads that share a slab own a slot more than they use."""
     q = problem.rows(problem.groups).flatten(1, 2).to(dtype)
     new = [problem.rows(1).to(dtype) for _ in range(2)] if append else [None, None]
     mine = problem.state(dtype, parts, torch.float32)
@@ -120,8 +120,7 @@ def test_a_step_follows_tensors_that_were_replaced(name):
     tensor = dict(state.named_tensors())[name]
     state.replace(name, tensor * 2 if tensor.is_floating_point() else tensor - 1)
     theirs = copied(state)
-    want = reference.decode_step(q, k, k, theirs, spec)
-    for found, expected in zip(cpu.decode_step(q, k, k, state, spec), want):
+    for found, expected in zip(cpu.decode_step(q, k, k, state, spec), reference.decode_step(q, k, k, theirs, spec)):
         close(found, expected, 1e-5)
     assert torch.equal(state.seen, theirs.seen) and torch.equal(state.exact.lengths, theirs.exact.lengths)
 
@@ -184,8 +183,7 @@ SLOTS = compiled.library("slots")
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_stretches_of_a_head_add_up(dtype, ragged):
-    """Heads of up to three and a half stretches, one of which no query sees, with one large logit in another; and the
-    same bits for any number of threads."""
+    """Up to 3.5 of them, one that no query sees, one with a large logit; the same bits for any number of threads."""
     random, lengths = torch.Generator().manual_seed(5), torch.tensor([[450, 128, 0], [129, 1, 300]], dtype=torch.int32)
     keys, values = (torch.randn(2, 3, 450, 32, generator=random).to(dtype) for _ in range(2))
     bias = torch.zeros(2, 3, 450)
@@ -253,16 +251,13 @@ shares_compiled = pytest.mark.skipif(not compiled.available("most_attended"), re
 @shares_compiled
 @CASES
 @given(
-    *[st.integers(1, most) for most in (3, 3, 3, 20, 50)],
-    *[st.sampled_from(some) for some in ([8, 24, 64], [torch.float32, torch.bfloat16], [None, 2.0])],
-    st.integers(0, 999),
-)
+    *[st.integers(1, most) for most in (3, 3, 3, 20, 50)], st.sampled_from([8, 24, 64]),
+    st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([None, 2.0]), st.integers(0, 999),
+)  # fmt: skip
 def test_compiled_shares_are_those_of_the_reference(batch, heads, groups, asking, num, dim, dtype, cap, seed):
     generator = torch.Generator().manual_seed(seed)
-    q, keys = (
-        torch.randn(batch, some, rows, dim, generator=generator).to(dtype)
-        for some, rows in ((heads * groups, asking), (heads, num))
-    )
+    sizes = (heads * groups, asking), (heads, num)
+    q, keys = (torch.randn(batch, *size, dim, generator=generator).to(dtype) for size in sizes)
     lse = 4 + torch.randn(batch, heads * groups, asking, generator=generator)
     lse[:, :, ::3] = torch.inf  # padding
     exact = reference.most_attended(q.double(), keys.double(), lse.double(), SCALE, cap)
@@ -319,12 +314,10 @@ def test_what_queries_to_come_are_expected_to_read(batch, heads, groups, old, nu
     exact, found = reference.queries_ahead(queries.double(), *block), cpu.queries_ahead(queries, *block)
     for want, got in zip(exact, found):
         torch.testing.assert_close(got.double(), want.double(), rtol=1e-6, atol=3e-5)
-    memory = torch.rand(batch, heads, old + num, generator=generator)
-    rest = found[2], SCALE, 0.01, memory
-    told = [part.double() for part in (keys, values, *found[:2])]
-    want = reference.expected_attention(*told, *rest, valid=valid)
-    got = cpu.expected_attention(keys, values, *found[:2], *rest, valid=valid)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-30)
+    rest = found[2], SCALE, 0.01, torch.rand(batch, heads, old + num, generator=generator)
+    told = keys, values, *found[:2]
+    want = reference.expected_attention(*(part.double() for part in told), *rest, valid=valid)
+    torch.testing.assert_close(cpu.expected_attention(*told, *rest, valid=valid), want, rtol=1e-4, atol=1e-30)
 
 
 @pytest.mark.skipif(not compiled.available("choice"), reason="it does not compile")
@@ -349,17 +342,11 @@ def test_what_a_layer_chooses_from(batch, heads, slots, num, known, spread, seed
     for want, got in zip(reference.candidates(*given), cpu.candidates(*given), strict=True):
         assert got.dtype == want.dtype and torch.equal(got, want.reshape(got.shape))
     state, spec = make_state(*old[:2], lengths, places, seen), replace(make_spec(), sinks=3, recent=5)
-    for want, got in zip(
-        reference.slot_signals(places, state, spec), cpu.slot_signals(places, state, spec), strict=True
-    ):
+    for want, got in zip(*(module.slot_signals(places, state, spec) for module in (reference, cpu)), strict=True):
         assert got.dtype == want.dtype and torch.equal(got, want)
 
 
-STORED = [
-    *(("model", order) for order in (None, 0, 1)),
-    ("int8", 0),
-    *((name, None) for name in ("fp8", "int4", "k8v4")),
-]
+STORED = [*product(["model"], [None, 0, 1]), ("int8", 0), *product(["fp8", "int4", "k8v4"], [None])]
 
 
 @pytest.mark.skipif(not compiled.available("slots"), reason="it does not compile")
@@ -367,8 +354,7 @@ STORED = [
 @pytest.mark.parametrize("shared", [False, True], ids=["equal", "unequal"])
 @pytest.mark.parametrize("form, order", STORED)
 def test_a_block_is_stored_behind_what_stays_and_read(form, order, shared, held):
-    """What the reference keeps, with what is known of it; tokens of the block that leave are NaN without moments, and
-    rows lie as projections leave them."""
+    """What the reference keeps and knows of it; rows lie as projections do, NaN if they leave without moments."""
     form, (batch, heads, num, dim, room) = slot_format(form), (2, 3, 20, 64, 24)
     used = (torch.tensor([[9, 16, 0], [3, 12, 7]]) if held else torch.zeros(batch, heads)).int()
     real, known = torch.rand(batch, num) < 0.9, torch.rand(batch, heads, held + num)
@@ -415,18 +401,11 @@ def test_a_block_is_stored_behind_what_stays_and_read(form, order, shared, held)
 @pytest.mark.skipif(not compiled.available("slots"), reason="it does not compile")
 def test_slots_that_are_not_the_candidates_are_left_alone():
     keys, lengths = torch.randn(1, 1, 4, 16), torch.tensor([[3]], dtype=torch.int32)
-    state, count = make_state(keys, keys, lengths), torch.zeros(1, 1, dtype=torch.int64)
-    state.exact.positions, kept = (
-        torch.arange(4, dtype=torch.int32)[None, None],
-        torch.tensor([[[True, False, True, False]]]),
-    )
-    assert not compiled_slots.compact(
-        state.exact, torch.tensor([[[True, False, True, False]]]), kept, None, count, None
-    )
-    assert lengths == 3 and count == 0
-    valid = torch.tensor([[[True, True, True, False]]])
-    assert compiled_slots.compact(state.exact, valid, kept, None, count, None)
-    assert lengths == 2 and count == 1
+    slots = make_state(keys, keys, lengths, torch.arange(4, dtype=torch.int32)[None, None]).exact
+    kept, count = torch.tensor([[[True, False, True, False]]]), torch.zeros(1, 1, dtype=torch.int64)
+    for valid, left in ((kept, 3), (torch.tensor([[[True, True, True, False]]]), 2)):
+        assert compiled_slots.compact(slots, valid, kept, None, count, None) == (left == 2)
+        assert lengths == left and count == 3 - left
 
 
 def test_what_is_compiled_reads_no_further_than_tensors_go():
@@ -580,9 +559,8 @@ def block(num):
 
 
 def window(mixed):
-    q, keys, visible = torch.randn(3, 4, 5, 16), torch.randn(3, 2, 45, 16), torch.rand(3, 2, 5, 45) < 0.7
-    real = torch.tensor([[True] * 5, [False] * 3 + [True] * 2, [True] * 5])
-    mass = torch.randn(3, 4, 5)
+    q, keys, mass = torch.randn(3, 4, 5, 16), torch.randn(3, 2, 45, 16), torch.randn(3, 4, 5)
+    visible, real = torch.rand(3, 2, 5, 45) < 0.7, torch.tensor([[True] * 5, [False] * 3 + [True] * 2, [True] * 5])
 
     def run(rows):
         given = {"visible": visible[rows], "query_valid": real[rows], "log_mass": mass[rows] if mixed else None}

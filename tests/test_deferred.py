@@ -31,26 +31,21 @@ def most_attention(model, ids, layer, request=()):
 
 @pytest.mark.parametrize("name, request_ids", [("llama", (5, 6, 7)), ("qwen3", ()), ("gemma2", (5, 6, 7))])
 def test_kvzip_keeps_what_a_second_reading_attends_to_most(name, request_ids):
-    model, (ids, _) = build(name, "eager"), prompt(1, 40, (0,))
-    layer = 1
-    model.set_attn_implementation("eager")
+    model, (ids, _), layer = build(name, "eager"), prompt(1, 40, (0,)), 1
     scores = most_attention(model, ids, layer, request_ids)
-    chosen = fastkv.policies.get("kvzip", prompt=request_ids)
-    fastkv.patch(model, chosen, small(), evict_every=EVERY)
+    fastkv.patch(model, fastkv.policies.get("kvzip", prompt=request_ids), small(), evict_every=EVERY)
     exact = model(ids).past_key_values.layers[layer].state.exact
     always = {0, 1, 36, 37, 38, 39}
     for head in range(2):
         ranked = sorted(range(40), key=lambda t: (t not in always, -float(scores[head, t]), t))
         assert set(exact.positions[0, head, :TOKENS].tolist()) == set(ranked[:TOKENS])
-        stored = exact.memory[0, head, :TOKENS]
-        torch.testing.assert_close(stored, scores[head, exact.positions[0, head, :TOKENS].long()], atol=1e-4, rtol=1e-4)
+        want = scores[head, exact.positions[0, head, :TOKENS].long()]
+        torch.testing.assert_close(exact.memory[0, head, :TOKENS], want, atol=1e-4, rtol=1e-4)
 
 
 def test_a_second_reading_keeps_what_each_chunk_looked_up(monkeypatch):
-    found, most_attended = [], ops.most_attended
-    monkeypatch.setattr(
-        ops, "most_attended", lambda *given, **more: found.append(most_attended(*given, **more)) or found[-1]
-    )
+    found, stock = [], ops.most_attended
+    monkeypatch.setattr(ops, "most_attended", lambda *given, **how: found.append(stock(*given, **how)) or found[-1])
     model, (ids, _) = build("llama"), prompt(1, 40, (0,))
     fastkv.patch(model, fastkv.policies.get("kvzip", chunk=16), small(), evict_every=EVERY)
     layers = model(ids).past_key_values.layers
@@ -109,10 +104,8 @@ def test_quality_keeps_what_the_curve_says(tmp_path):
     logits = model(ids).logits[:, :-1].double()
     nll = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").mean(-1)
     path = tmp_path / "context.json"
-    fitted = curve(model, "keydiff")
-    save_curves(path, [fitted])
-    budget = fastkv.Budget(quality=0.9, calibration=path, sinks=2, recent=4)
-    fastkv.patch(model, "keydiff", budget)
+    save_curves(path, [curve(model, "keydiff")])
+    fastkv.patch(model, "keydiff", fastkv.Budget(quality=0.9, calibration=path, sinks=2, recent=4))
     cache = model(ids).past_key_values
     k = 0.5 * nll - 3.0
     share = (torch.log1p(0.9 * torch.expm1(k)) / k).max()  # the row that needs most

@@ -57,8 +57,7 @@ def test_what_a_page_points_to_is_there(path):
     assert not [place for place in places if not {place.with_suffix(".py"), place / "__main__.py"} & FILES]
     (actions,) = (action for action in build_parser()._actions if isinstance(action.choices, dict))
     assert not commands(r"^fastkv ([a-z]+)", text) - set(actions.choices)
-    used = set(re.findall(r"(?<![\w/.[-])fastkv\.([A-Za-z_]\w*)", text))
-    assert used <= {*fastkv.__all__, "lab", "pipeline"}
+    assert set(re.findall(r"(?<![\w/.[-])fastkv\.([A-Za-z_]\w*)", text)) <= {*fastkv.__all__, "lab", "pipeline"}
 
 
 def test_the_layout_names_what_is_there():
@@ -98,8 +97,7 @@ def test_the_readme_is_short():
 
 def test_the_readme_counts_the_models_that_were_tested():
     page = (ROOT / "docs" / "models.md").read_text()
-    tested = page.partition("\n## Tested\n")[2].partition("\n## ")[0]
-    number = len(re.findall(r"^\| `", tested, re.M))
+    number = len(re.findall(r"^\| `", page.partition("\n## Tested\n")[2].partition("\n## ")[0], re.M))
     version = re.search(r"transformers (\d+\.\d+)", page)[1]
     assert f"{number} model types of transformers {version} work" in (ROOT / "README.md").read_text()
 
@@ -112,10 +110,8 @@ def test_the_site_has_every_page():
 
 
 VERSIONS = 'make test-matrix ARGS="--only triton-3.6.0 --only triton-3.9.0 --files 90"'
-RUN = {
-    "ci": [".ci/run", VERSIONS],
-    "release": ["make smoke", 'test "dist/fastkv_attn-${GITHUB_REF_NAME#v}-py3-none-any.whl"'],
-}
+WHEEL = 'test "dist/fastkv_attn-${GITHUB_REF_NAME#v}-py3-none-any.whl"'
+RUN = {"ci": [".ci/run", VERSIONS], "release": ["make smoke", WHEEL]}
 ACTIONS = {"checkout@v4", "setup-python@v5", "upload-artifact@v4", "download-artifact@v4"}
 
 

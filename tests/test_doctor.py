@@ -21,8 +21,7 @@ def saved(folder, config):
 
 def said(capsys, *arguments):
     """Lines of a section by their first words, and the exit code."""
-    code = main(["doctor", *arguments])
-    lines = capsys.readouterr().out.splitlines()
+    code, lines = main(["doctor", *arguments]), capsys.readouterr().out.splitlines()
     pairs = [line.strip().split("  ", 1) for line in lines if line.startswith("  ")]
     return {name: text.strip() for name, text in pairs}, code, lines
 
@@ -43,18 +42,15 @@ def test_a_model_of_full_attention(tmp_path, capsys):
 
 
 def test_windows_stay(tmp_path, capsys):
-    path = saved(tmp_path, transformers.Gemma3TextConfig(**GEMMA))
-    found, code, _ = said(capsys, "--model", path)
-    assert code == 0
-    assert found["compressed"] == "2 of 4: 1, 3"
+    found, code, _ = said(capsys, "--model", saved(tmp_path, transformers.Gemma3TextConfig(**GEMMA)))
+    assert code == 0 and found["compressed"] == "2 of 4: 1, 3"
     assert found["left to transformers"] == "2 use a sliding window"
 
 
 def test_what_is_refused_says_why(tmp_path, capsys):
     config = transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=64)
     found, code, lines = said(capsys, "--model", saved(tmp_path, config))
-    assert code == 0
-    assert found["refused"].startswith("bloom is not supported")
+    assert code == 0 and found["refused"].startswith("bloom is not supported")
     assert not any(line.startswith("memory") for line in lines)
 
 
@@ -62,8 +58,7 @@ def test_what_is_refused_says_why(tmp_path, capsys):
 @pytest.mark.parametrize("amount", [{"tokens": 20}, {"keep": 0.3}, {"compress": 2}], ids=str)
 def test_bytes_are_those_of_a_cache(name, amount):
     context, model = 90, build(name)
-    budget = fastkv.Budget(**amount, sinks=2, recent=4)
-    config = Config.make("momentkv", budget, None, 16, "auto", "auto", None)
+    config = Config.make("momentkv", fastkv.Budget(**amount, sinks=2, recent=4), None, 16, "auto", "auto", None)
     with torch.device("meta"):
         bare = type(model)(model.config)
     found = survey(bare, config, context, torch.float32)

@@ -22,8 +22,7 @@ kinds_and_blocks = pytest.mark.parametrize("kind,block", covering(COMBINATIONS, 
 
 @kinds_and_blocks
 def test_budget_beyond_the_prompt_changes_nothing(kind, block):
-    name, base = kind
-    model, (ids, mask) = build(name, base), prompt()
+    model, (ids, mask) = build(*kind), prompt()
     real = mask.bool()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     padded = model(ids, attention_mask=mask, position_ids=positions).logits
@@ -32,12 +31,8 @@ def test_budget_beyond_the_prompt_changes_nothing(kind, block):
     fastkv.patch(model, budget=500, prefill_block=block)
     got = model(ids, attention_mask=mask, position_ids=positions).logits
     got_plain = model(ids[:1]).logits
-    if block is None:
-        assert torch.equal(got[real], padded[real])
-        assert torch.equal(got_plain, plain)
-    else:
-        torch.testing.assert_close(got[real], padded[real], atol=1e-4, rtol=0)
-        torch.testing.assert_close(got_plain, plain, atol=1e-4, rtol=0)
+    for mine, theirs in ((got[real], padded[real]), (got_plain, plain)):
+        torch.testing.assert_close(mine, theirs, atol=0 if block is None else 1e-4, rtol=0)
     assert torch.equal(generate(model, ids, mask), tokens)
     assert torch.equal(generate(model, ids[:1]), tokens_plain)
     fastkv.unpatch(model)
@@ -71,8 +66,7 @@ def test_unpatch_restores_every_attribute(name):
     fastkv.patch(model, "keydiff", budget=40, prefill_block=8)  # re-patch = unpatch + patch
     fastkv.unpatch(model)
     assert snapshot(model) == before
-    assert fastkv.unpatch(model) is model
-    assert snapshot(model) == before
+    assert fastkv.unpatch(model) is model and snapshot(model) == before
 
 
 def test_other_models_are_not_touched():
@@ -126,8 +120,7 @@ class Watch:
 
 @kinds_and_blocks
 def test_bound_and_conservation(kind, block):
-    name, base = kind
-    model, (ids, mask) = build(name, base), prompt()
+    model, (ids, mask) = build(*kind), prompt()
     fastkv.patch(model, "momentkv", budget=small(), prefill_block=block, evict_every=EVERY)
     watch = Watch(model)
     out = generate(model, ids, mask, new=30, return_dict_in_generate=True)
@@ -149,8 +142,7 @@ def without_autocast(call, *args, **options):
 
 @pytest.mark.parametrize("policy", ["fastkv", "criticalkv", "fastkv-reread"])
 def test_autocast_reaches_attention_and_nothing_else(policy):
-    """A cache that keeps everything answers as the stock model does in bfloat16, whose sums are in another order; what
-    is computed for an eviction is in fp32."""
+    """With all kept it is the stock model in bfloat16, with sums in another order; evictions are computed in fp32."""
     model, (ids, _) = build("llama"), prompt(2, 60, (0, 0))
     with torch.autocast("cpu", torch.bfloat16):
         want = model(ids).logits[:, -1]
@@ -191,22 +183,18 @@ def test_a_mask_that_was_made_for_a_longer_text():
     """Its first columns count, as with stock caches."""
     model, (ids, mask) = build("llama"), prompt(2, 40, (0, 7))
     fastkv.patch(model, "keydiff", small(), evict_every=4)
-    found = []
-    for more in (0, 30):
-        cache, logits = fastkv.FastKVCache(model), []
-        for start, stop in ((0, 38), (38, 39), (39, 40)):
-            given = torch.cat([mask[:, :stop], torch.zeros(2, more, dtype=torch.long)], 1)
-            logits.append(model(ids[:, start:stop], attention_mask=given, past_key_values=cache).logits[:, -1])
-        found.append(torch.stack(logits))
-    assert torch.equal(*found)
+    caches = [fastkv.FastKVCache(model) for _ in range(2)]
+    for start, stop in ((0, 38), (38, 39), (39, 40)):
+        masks = mask[:, :stop], torch.cat([mask[:, :stop], torch.zeros(2, 30, dtype=torch.long)], 1)
+        given = zip(masks, caches)
+        assert torch.equal(*(model(ids[:, start:stop], attention_mask=a, past_key_values=b).logits for a, b in given))
 
 
 def test_keep_share_counts_the_whole_prompt_in_both_modes():
     model, (ids, _) = build(), prompt(1, 50, (0,))
     for block in (None, 13):
         fastkv.patch(model, "momentkv", budget=fastkv.Budget(keep=0.5, sinks=2, recent=4), prefill_block=block)
-        cache = model(ids).past_key_values
-        assert cache.stored(0).tolist() == [[25, 25]]
+        assert model(ids).past_key_values.stored(0).tolist() == [[25, 25]]
 
 
 def test_layer_shares_are_what_they_say():
@@ -224,7 +212,5 @@ def test_blocks_of_a_size_for_the_device(monkeypatch):
     assert [prefill.block_tokens(torch.device(kind)) for kind in ("cpu", "cuda", "xpu")] == [512, 4096, 512]
     model, (ids, mask) = build(), prompt()
     monkeypatch.setattr(prefill, "ELSEWHERE", 13)
-    found = [
-        generate(fastkv.patch(model, "keydiff", small(), prefill_block=block), ids, mask) for block in ("auto", 13)
-    ]
+    found = [generate(fastkv.patch(model, "keydiff", small(), prefill_block=size), ids, mask) for size in ("auto", 13)]
     assert model._fastkv_config.prefill_block == 13 and torch.equal(*found)

@@ -49,11 +49,15 @@ def test_help_explains_and_gives_an_example(name, capsys):
     assert stop.value.code == 0 and "--model" in said and f"example: python examples/{name}.py" in said
 
 
-def test_a_text_of_ones_own_needs_a_question(capsys):
-    for given in (["--text", "somewhere"], ["--question", "What?"]):
-        with pytest.raises(SystemExit) as stop:
-            main_of("long_document")(given)
-        assert stop.value.code == 2 and "needs --" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "name, given, said",
+    [*(("long_document", given, "needs --") for given in (["--text", "somewhere"], ["--question", "What?"])),
+     ("custom_policy", ["--texts", "0"], "must be at least 1, got 0 and 16")],
+)  # fmt: skip
+def test_what_is_missing_is_said(name, given, said, folder, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main_of(name)(["--model", str(folder), *given])
+    assert stop.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_a_long_document(folder, capsys):
@@ -63,12 +67,6 @@ def test_a_long_document(folder, capsys):
 def test_a_policy_of_ones_own(folder, capsys):
     agreed = main_of("custom_policy")(["--model", str(folder), *SMALL["custom_policy"]])
     assert list(agreed) == ["far-and-long", "manifold", "random"] and all(0 <= one <= 1 for one in agreed.values())
-
-
-def test_a_policy_of_ones_own_needs_a_text(folder, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main_of("custom_policy")(["--model", str(folder), "--texts", "0"])
-    assert stop.value.code == 2 and "must be at least 1, got 0 and 16" in capsys.readouterr().err
 
 
 @pytest.mark.real

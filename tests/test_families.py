@@ -1,6 +1,7 @@
 """Which model types work: every check of `tests.families` on tiny models, and the lists that are written from them."""
 
 import re
+from unittest import mock
 
 import pytest
 import transformers
@@ -45,14 +46,9 @@ qwen3_next phi3 lfm2 gpt2 gpt_neox llama4_text gemma4_text:shared-keys mllama:cr
 
 @pytest.mark.parametrize(
     "name, checks",
-    [
-        *(
-            pytest.param(name, tuple(CHECKS), id=name, marks=() if name in OFTEN else pytest.mark.slow)
-            for name in NAMES
-        ),
-        *(pytest.param(name, FEW, id=f"{name}-few") for name in MORE),
-    ],
-)
+    [*(pytest.param(name, tuple(CHECKS), id=name, marks=[pytest.mark.slow] * (name not in OFTEN)) for name in NAMES),
+     *(pytest.param(name, FEW, id=f"{name}-few") for name in MORE)],
+)  # fmt: skip
 def test_a_type_works_or_is_refused(name, checks):
     try:
         tiny.kind_of(name)
@@ -103,9 +99,6 @@ def test_checks_notice_evicted_tokens_that_still_count(monkeypatch):
 
 
 def test_a_type_that_crashes_fails_alone(monkeypatch, tmp_path, capsys):
-    def crash(name, checks):
-        raise SystemExit(3)
-
-    monkeypatch.setattr("tests.families.__main__.examine", crash)
+    monkeypatch.setattr("tests.families.__main__.examine", mock.Mock(side_effect=SystemExit(3)))
     assert main(["--types", "llama", "--results", str(tmp_path / "kept.jsonl")]) == 1
     assert "ended without a result" in capsys.readouterr().out

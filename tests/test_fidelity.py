@@ -211,11 +211,9 @@ def filled(model, rule, budget, rows=3, **options):
 def test_caches_of_equal_bytes_are(family, base, correction, tmp_path):
     model = build(family, base)
     budget = equal_bytes(model.config, 60, model.dtype, recent=4)
-    caches = {}
-    for rule in fastkv.policies.names():
-        if rule == "duoattention" and family == "gemma2":
-            continue  # its pattern is for four layers
-        caches[rule] = filled(model, policy(rule, tmp_path, model), budget, correction=correction, slots="model")
+    how = {"correction": correction, "slots": "model"}
+    rules = {*fastkv.policies.names()} - ({"duoattention"} if family == "gemma2" else set())  # a pattern of four layers
+    caches = {rule: filled(model, policy(rule, tmp_path, model), budget, **how) for rule in rules}
     assert_equal_bytes(caches, budget.bytes)
     # What a baseline holds, counted by hand: keys, values, positions; lengths, tokens seen and evicted.
     layers = 4 if family == "llama" else 2
@@ -242,8 +240,7 @@ def test_equal_bytes_keep_the_shares_of_a_budget(shares):
 
 def test_misuse_is_refused():
     model, tokens = build(), text()
-    full = read_full(model, tokens, STEPS)
-    raises("patch", measure, model, tokens, STEPS, full)
+    raises("patch", measure, model, tokens, STEPS, read_full(model, tokens, STEPS))
     with fastkv.patched(model, "streaming", 40), pytest.raises(FastKVError, match="stock"):
         read_full(model, tokens, STEPS)
     for steps in (1, 60):
@@ -269,8 +266,7 @@ def test_the_command_compares_and_writes(tmp_path):
     assert [(row["policy"], row["budget"]) for row in rows] == [(name, size) for size in (64, 256) for name in policies]
     written = (out / "fidelity.json").read_text()
     record = json.loads(written)
-    assert record["rows"] == rows
-    assert record["options"]["correction"] == "auto"
+    assert record["rows"] == rows and record["options"]["correction"] == "auto"
     assert all(name in told for name in policies) and "KiB" in told
     for row in rows:
         assert row["standard_error"] > 0

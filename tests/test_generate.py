@@ -1,7 +1,7 @@
 """Everything people do with a model keeps working on a patched one: decoding strategies, turns, training, adapters."""
 
 import copy
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -147,19 +147,14 @@ def test_lora_adapters():
 
 def test_threads_share_a_patched_model():
     model, (ids, _) = fastkv.patch(build(), budget=SMALL, prefill_block=16), prompt()
-    expected = [generate(model, ids[row : row + 1, 20:]) for row in range(3)]
-    results = {}
 
+    @torch.no_grad()
     def work(row):
-        with torch.no_grad():
-            results[row] = generate(model, ids[row : row + 1, 20:])
+        return generate(model, ids[row : row + 1, 20:])
 
-    threads = [threading.Thread(target=work, args=(row,)) for row in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(results[row], expected[row]) for row in range(3))
+    expected = list(map(work, range(3)))
+    with ThreadPoolExecutor(3) as pool:
+        assert all(map(torch.equal, pool.map(work, range(3)), expected))
 
 
 @pytest.mark.parametrize("name, block", [("llama", 16), ("gemma3", None)])

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from fastkv.calibration import KEEPS, describe, fingerprint, weights_digest
 from fastkv.integrations.transformers import calibrate
 
 from .families import tiny
-from .models import build, generate, prompt, refused
+from .models import build, generate, policy, prompt, refused
 from .pairwise import named
 from .test_vector_cache import mapping
 
@@ -75,8 +76,7 @@ def test_all_tokens_are_dealt_and_none_twice(heads, reserved, more, context, wei
 
 def test_heads_that_keep_all_there_is_leave_the_rest_to_the_others():
     """Most heads have nearly all of the text, and what the first layers may not take is much."""
-    heads = (2,) * 30
-    steep = tuple(1.95 - 1.9 * layer / 29 for layer in range(30))
+    heads, steep = (2,) * 30, tuple(1.95 - 1.9 * layer / 29 for layer in range(30))
     for context, average in ((1000, 990), (1100, 1089), (200, 180)):
         flat = [number for layer in shares_of(heads=heads).tokens_of(average, context, 36, steep) for number in layer]
         assert max(flat) <= context and sum(flat) == 60 * average
@@ -107,8 +107,8 @@ def test_the_hull_of_a_curve_lies_below_it_and_is_convex():
 
 def test_tokens_go_where_they_save_most():
     """Of two heads of which one needs twice as many tokens: the sum of the curves is least, floor aside."""
-    points = torch.linspace(0, 1, calibrate.POINTS + 1, dtype=torch.float64)
-    steep, flat = 0.2 * (1 - points) ** 2, (1 - points) ** 2
+    flat = (1 - torch.linspace(0, 1, calibrate.POINTS + 1, dtype=torch.float64)) ** 2
+    steep = 0.2 * flat
     table = calibrate.shares_of([torch.stack([flat, steep])])
     for keep, row in zip(KEEPS, table[:, 0].double()):
         total = round(2 * keep * calibrate.POINTS)
@@ -118,15 +118,13 @@ def test_tokens_go_where_they_save_most():
 
 
 def _cost(curve, steps):
-    return curve[min(steps, len(curve) - 1)] if steps < len(curve) else float("inf")
+    return curve[steps] if steps < len(curve) else float("inf")
 
 
 def test_a_curve_is_what_a_head_loses_by_keeping_only_its_best_tokens(monkeypatch):
     """Against attention itself over the tokens that are kept, in float64."""
     model = build("llama", dtype=torch.float64).double()
-    ids = torch.randint(3, 90, (1, 96), generator=torch.Generator().manual_seed(3))
-    seen = {}
-    add = calibrate.Watched.add
+    ids, seen, add = torch.randint(3, 90, (1, 96)), {}, calibrate.Watched.add
 
     def watched(self, loss, gradient):
         before = self.curves.clone()
@@ -139,23 +137,20 @@ def test_a_curve_is_what_a_head_loses_by_keeping_only_its_best_tokens(monkeypatc
     assert sorted(seen) == [0, 1, 2, 3]
     held, gradient, curves = seen[2]
     weights, values = held.weights.double(), held.held[2][0].double()
-    out = held.output.detach()[0].double().unflatten(0, (HEADS, -1))
-    g = gradient[0].double().unflatten(0, (HEADS, -1))
+    out, g = (part[0].double().unflatten(0, (HEADS, -1)) for part in (held.output.detach(), gradient))
     points = torch.linspace(0, 96, calibrate.POINTS + 1).round().long()
     for head in range(HEADS):
         for place in (0, 20, 64, calibrate.POINTS):
             kept = held.order[head, : points[place]]
-            old = weights[head]
-            own = held.own_output[head].double()
-            mass = old[..., kept].sum(-1) + held.own_weight[head].double()
-            less = (old[..., kept] @ values[head, kept] + own) / mass[..., None]
+            old, own = weights[head][..., kept], held.own_output[head].double()
+            mass = old.sum(-1) + held.own_weight[head].double()
+            less = (old @ values[head, kept] + own) / mass[..., None]
             want = ((less - out[head]) * g[head]).sum(-1).sum(0).square().sum()
             torch.testing.assert_close(curves[0, head, place].double(), want, rtol=5e-3, atol=1e-9)
 
 
 def test_the_last_point_of_a_curve_costs_nothing():
-    model = build("llama")
-    ids = torch.randint(3, 90, (1, 128), generator=torch.Generator().manual_seed(3))
+    model, ids = build("llama"), torch.randint(3, 90, (1, 128))
     for curve in calibrate.curves(model, ids, 0, lambda tokens: None, ids):
         assert curve[:, 0].min() > 0 and curve[:, -1].abs().max() < 1e-6 * curve[:, 0].max()
 
@@ -176,8 +171,7 @@ def test_calibration_is_deterministic_and_leaves_the_model_alone(own, tmp_path):
     assert sum(counted) == 2 * again.tokens == 2 * 255
     assert torch.equal(generate(model, prompt()[0]), before) and "_fastkv_config" not in vars(model)
     assert all(parameter.grad is None for parameter in model.parameters())
-    other = calibrate_heads(model, text=TEXT, seed=1)
-    assert not torch.equal(other.table, shares.table)
+    assert not torch.equal(calibrate_heads(model, text=TEXT, seed=1).table, shares.table)
 
 
 def test_the_models_own_text(monkeypatch):
@@ -196,8 +190,7 @@ def test_the_models_own_text(monkeypatch):
 @pytest.mark.parametrize("name, again", [("llama", True), ("deepseek_v3", True), ("gemma3", False)])
 def test_beside_other_layers_a_text_goes_on_and_is_not_read_again(name, again, monkeypatch):
     """Layers with a window know nothing of what is read again, so that all of it would seem to be the heads' part."""
-    read = []
-    curves = calibrate.curves
+    read, curves = [], calibrate.curves
 
     def watched(model, ids, seed, progress, behind):
         read.append((ids, behind))
@@ -294,38 +287,21 @@ def test_a_file_gives_the_same_shares(own, tmp_path):
     file.write_bytes(file.read_bytes()[:-9])
     refused("cannot be read", HeadShares.load, file, model.config)
     refused("cannot be read", HeadShares.load, tmp_path / "none.safetensors", model.config)
-    table = torch.full((len(KEEPS), 1, 2), float("nan")).half()
-    refused("finite", HeadShares, table, (2,), "", "", "", 1)
-    refused(
-        "finite", HeadShares, (torch.arange(len(KEEPS)) > 0).half().view(-1, 1, 1).expand(-1, 1, 2), (2,), *[""] * 3, 1
-    )
-    refused("of shape", HeadShares, table[:2], (2,), "", "", "", 1)
+    nothing = (torch.arange(len(KEEPS)) > 0).half().view(-1, 1, 1).expand(-1, 1, 2)
+    for table, said in ((nothing * torch.nan, "finite"), (nothing, "finite"), (nothing[:2], "of shape")):
+        refused(said, HeadShares, table, (2,), "", "", "", 1)
 
 
 def test_where_patch_finds_them(own, tmp_path, monkeypatch, capsys):
-    """Beside the model, then in the user's cache, else they are made and one line says so."""
+    """Where they are known, else they are made and one line says so."""
     stock, shares = own
-    made = []
-
-    def calibrated(model):
-        made.append(model)
-        return shares
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(calibrate, "calibrate_heads", calibrated)
-    assert calibrate.shares_for(stock, "calibrated") is shares and len(made) == 1
+    monkeypatch.setattr(calibrate, "calibrate_heads", make := mock.Mock(return_value=shares))
+    assert calibrate.shares_for(stock, "calibrated") is shares and make.call_count == 1
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and "Budget(heads='uniform')" in told
     found = calibrate.shares_for(stock, "calibrated")  # in the cache now
-    assert torch.equal(found.table, shares.table) and len(made) == 1 and not capsys.readouterr().err
-    model = build("llama")
-    model.config._name_or_path = str(tmp_path)
-    other = shares_of(model, seed=4)
-    other.save(tmp_path / "heads.safetensors")
-    assert repr(calibrate.shares_for(model, "calibrated")) == repr(other)
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight.mul_(2)
-    refused("other weights", calibrate.shares_for, model, "calibrated")
+    assert torch.equal(found.table, shares.table) and make.call_count == 1 and not capsys.readouterr().err
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "fastkv").write_text("a file where a directory should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "full"))
@@ -364,11 +340,7 @@ def test_what_the_caller_is_in_does_not_change_the_shares(own):
 
 def test_a_user_without_a_home(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-
-    def nowhere():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", nowhere)
+    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
     folder = calibration.user_cache("heads")
     assert folder == calibration.user_cache("heads") and folder.parts[-2:] == ("fastkv", "heads")
     assert folder.parents[1].stat().st_mode & 0o077 == 0, "nobody else can put anything there"
@@ -412,8 +384,7 @@ def test_budgets_take_a_file_or_shares(own, tmp_path):
 
 def test_a_policy_that_fixes_heads_takes_no_shares(own, tmp_path):
     model, shares = build("llama"), own[1]
-    (tmp_path / "pattern.tsv").write_text("1.0\t0.1\n" * LAYERS)
-    fixed = fastkv.policies.get("duoattention", pattern=str(tmp_path / "pattern.tsv"))
+    fixed = policy("duoattention", tmp_path)
     refused("fixes how many tokens", fastkv.patch, model, fixed, Budget(tokens=64, heads=shares))
     fastkv.patch(model, fixed, 64)  # what nobody asked for gives way
     assert FastKVCache(model).config.budget.heads == "uniform"
@@ -429,8 +400,7 @@ SETTINGS |= {"whole": {}, "blocks": {"prefill_block": 16}}
 
 def patched(model, shares, tokens=20, **settings):
     settings = {"policy": "keydiff", "evict_every": 4, **settings}
-    budget = Budget(tokens=tokens, sinks=2, recent=4, heads=shares)
-    return fastkv.patch(model, budget=budget, **settings)
+    return fastkv.patch(model, budget=Budget(tokens=tokens, sinks=2, recent=4, heads=shares), **settings)
 
 
 def kept(cache):
@@ -454,8 +424,8 @@ def test_heads_hold_what_they_are_dealt_and_memory_stays(setting):
         patched(model, heads, **settings)
         caches.append(FastKVCache(model))
         model(ids[:, :60], attention_mask=mask[:, :60], past_key_values=caches[-1])
-    uniform, cache = (sum(layer.cache.nbytes() for layer in one.compressed) for one in caches)
-    assert cache <= uniform + 3 * LAYERS * (HEADS + 1) * 4
+    uniform, unequal = (sum(layer.cache.nbytes() for layer in one.compressed) for one in caches)
+    assert unequal <= uniform + 3 * LAYERS * (HEADS + 1) * 4
     cache, want = caches[-1], dealt(shares, 60)
     assert sum(want) == 20 * len(want) and len(set(want)) > 2
     assert kept(cache)[0].tolist() == want  # the row without padding
@@ -548,8 +518,7 @@ def test_a_layer_that_keeps_all_of_a_growing_text_gets_slots_for_it():
     for place in range(70, 73):
         model(ids[:, place : place + 1], past_key_values=cache)
     slots = cache.compressed[0].cache.state.exact
-    assert (kept(cache)[0, :2] == 73).all()
-    assert (slots.starts.diff(dim=-1) >= slots.lengths).all()
+    assert (kept(cache)[0, :2] == 73).all() and (slots.starts.diff(dim=-1) >= slots.lengths).all()
     assert torch.equal(slots["positions"][0, :, :73].sort(dim=-1).values, torch.arange(73).expand(2, -1).int())
 
 
@@ -610,26 +579,24 @@ def test_shares_that_are_known_are_found_and_none_are_made(own, tmp_path, monkey
     monkeypatch.setattr(calibrate, "user_cache", lambda kind: tmp_path / kind)
     monkeypatch.setattr(model.config, "_name_or_path", str(tmp_path / "model"))
     assert calibrate.known_shares(model) is None
-    for place in (
-        tmp_path / "heads" / f"{shares.weights}-{shares.fingerprint}.safetensors",
-        tmp_path / "model" / "heads.safetensors",
-    ):
+    cached = tmp_path / "heads" / f"{shares.weights}-{shares.fingerprint}.safetensors"
+    beside = tmp_path / "model" / "heads.safetensors"
+    for place in (cached, beside):
         place.parent.mkdir()
         shares.save(place)
         assert repr(calibrate.known_shares(model)) == repr(shares)
-    with place.open("wb"):
+    with beside.open("wb"):
         refused("cannot be read", calibrate.known_shares, model)
-    place.unlink()
-    cached = next((tmp_path / "heads").iterdir())
+    beside.unlink()
     cached.write_bytes((whole := cached.read_bytes())[:-9])
     assert calibrate.known_shares(model) is None, "what is damaged in the cache is made anew"
     cached.write_bytes(whole)
-    replace(shares, weights="0" * 16).save(tmp_path / "model" / "heads.safetensors")
-    refused("weights", calibrate.known_shares, model)
     other = replace(shares, weights="0" * 16)
-    assert repr(calibrate.known_shares(build("llama").half(), tmp_path / "model" / "heads.safetensors")) == repr(other)
+    other.save(beside)
+    refused("other weights", calibrate.known_shares, model)
+    assert repr(calibrate.known_shares(build("llama").half(), beside)) == repr(other)
     assert "float16 do not tell" in capsys.readouterr().err
-    (tmp_path / "model" / "heads.safetensors").unlink()
+    beside.unlink()
     monkeypatch.setattr(Path, "is_file", partial(pytest.fail, "raises where nobody may look"))
     assert repr(calibrate.known_shares(model)) == repr(shares)
 

@@ -222,5 +222,4 @@ def test_every_seeded_bug_has_its_place():
         assert (PACKAGE / one.file).read_text().count(one.original) == 1, one.what
         for test in one.tests:
             file, _, name = test.partition("::")
-            text = (PACKAGE.parent / file).read_text()
-            assert f"def {name.partition('[')[0]}" in text or not name, test
+            assert f"def {name.partition('[')[0]}" in (PACKAGE.parent / file).read_text() or not name, test

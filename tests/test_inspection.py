@@ -47,8 +47,7 @@ def rotation(dim, seed=1):
 
 def embedded(points, dim):
     """The points in a randomly turned subspace of a larger space, away from the origin."""
-    padded = torch.nn.functional.pad(points, (0, dim - points.shape[1]))
-    return padded @ rotation(dim) + 3.0
+    return torch.nn.functional.pad(points, (0, dim - points.shape[1])) @ rotation(dim) + 3.0
 
 
 def sphere(dim):
@@ -67,15 +66,8 @@ def torus(dim):
 
 
 # Cloud, its dimension, and that of the flat space it spans.
-CLOUDS = {
-    "line": (uniform(N, 1), 1, 1),
-    "plane": (uniform(N, 2), 2, 2),
-    "5 flat": (uniform(N, 5), 5, 5),
-    "8 flat": (uniform(N, 8), 8, 8),
-    "sphere": (sphere(2), 2, 3),
-    "swiss roll": (swiss_roll(), 2, 3),
-    "torus": (torus(3), 3, 6),
-}
+CLOUDS = {f"{dim} flat": (uniform(N, dim), dim, dim) for dim in (1, 2, 5, 8)}
+CLOUDS |= {"sphere": (sphere(2), 2, 3), "swiss roll": (swiss_roll(), 2, 3), "torus": (torus(3), 3, 6)}
 
 
 @pytest.mark.parametrize("name", CLOUDS)
@@ -84,9 +76,8 @@ def test_estimators_recover_known_dimensions(name):
     cloud, local, flat = CLOUDS[name]
     got = geometry.dimensions(embedded(cloud, 24))
     assert got.pca == flat
-    low = 0.9 if local <= 5 else 0.8
-    assert low * local <= got.two_nn <= 1.1 * local
-    assert low * local <= got.mle <= 1.1 * local
+    for found in (got.two_nn, got.mle):
+        assert (0.9 if local <= 5 else 0.8) * local <= found <= 1.1 * local
 
 
 @pytest.mark.parametrize("variance", (0.3, 0.6, 0.9, 0.95, 1.0))
@@ -128,11 +119,12 @@ def test_two_nn_maximises_the_likelihood_of_the_ratios(discard):
 def test_levina_bickel_averages_inverses(k):
     points = randn(41, 5)
     near = brute_neighbours(points)
-    estimates = []
-    for count in k:
+
+    def estimate(count):
         inverses = [sum(math.log(row[count - 1] / row[j]) for j in range(count - 1)) / (count - 1) for row in near]
-        estimates.append(len(inverses) / sum(inverses))
-    assert levina_bickel(points, k) == pytest.approx(min(5, sum(estimates) / len(estimates)), rel=1e-12)
+        return len(inverses) / sum(inverses)
+
+    assert levina_bickel(points, k) == pytest.approx(min(5, sum(map(estimate, k)) / len(k)), rel=1e-12)
 
 
 @given(
@@ -203,8 +195,7 @@ def inspect(*arguments, width=112):
 
 @pytest.mark.parametrize("width", (90, 120))
 def test_the_bundled_model_is_inspected_from_end_to_end(width, tmp_path):
-    out = tmp_path / "results"
-    text = tmp_path / "text.txt"
+    out, text = tmp_path / "results", tmp_path / "text.txt"
     text.write_text(toy_told("facts", 256, 0))
     report, printed = inspect("--text", text, "--context", 256, "--out", out, width=width)
     model, tokenizer = load()
@@ -233,8 +224,7 @@ def test_the_bundled_model_is_inspected_from_end_to_end(width, tmp_path):
 
 
 def test_only_full_attention_layers_are_read():
-    model = build("gemma3")
-    ids = torch.randint(3, 90, (1, 40), generator=seeded())
+    model, ids = build("gemma3"), torch.randint(3, 90, (1, 40), generator=seeded())
     found = list(read_stock(model, ids))
     assert [index for index, _, _ in found] == [1, 3]
     cache = DynamicCache(config=model.config)

@@ -104,6 +104,5 @@ def test_the_wheel_works_without_the_extra(wheel, tmp_path):
     assert Path(output.splitlines()[0]).parent == tmp_path / "fastkv"
     how = "rich and matplotlib are not installed (pip install 'fastkv-attn[cli]')"
     sentences = [line for line in errors.splitlines() if line.startswith("fastkv ")]
-    assert sentences == [
-        f"fastkv {name}: this command needs the extra cli: {how}" for name in ("demo", "calibrate", "eval")
-    ]
+    names = "demo", "calibrate", "eval"
+    assert sentences == [f"fastkv {name}: this command needs the extra cli: {how}" for name in names]

@@ -12,7 +12,7 @@ import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fastkv import Budget, FastKVError
+from fastkv import Budget
 from fastkv.kernels import _codes, decode_attention, operations, prefill_attention
 from fastkv.kernels._launch import INTERPRET, pow2
 from fastkv.reference import FORMATS, rotated
@@ -176,9 +176,8 @@ def test_decode_property(
     codes = slots != "model"
     dim = 96 if codes and not fits(slots, dim) else dim
     with splits(number):
-        case = decode.Case.make(
-            *shape, groups, dim, 40, dtype, lengths, gone, spread=1.0 if codes else spread, seed=seed, parts=parts
-        )
+        how = {"spread": 1.0 if codes else spread, "seed": seed, "parts": parts}
+        case = decode.Case.make(*shape, groups, dim, 40, dtype, lengths, gone, **how)
         if without is not None and not codes and parts is None:
             decode.check_vector(case, 24, without, softcap, order, append)
             return
@@ -255,7 +254,7 @@ def test_refusals():
     for slots in SLOTS:
         state = encoded(case.state, slots)
         state.exact.key_scales = state.exact.key_scales[:, :, :3]
-        raises("key_scales", operations.decode_step, case.q, case.k, case.v, state, case.spec(None, 1))
+        given = case.q, case.k, case.v, state, case.spec(None, 1)
+        raises("key_scales", operations.decode_step, *given)
         state.exact.key_scales = None
-        with pytest.raises(FastKVError, match=f"got slots='{slots}' without scales; use backend='reference'"):
-            operations.decode_step(case.q, case.k, case.v, state, case.spec(None, 1))
+        raises(f"got slots='{slots}' without scales; use backend='reference'", operations.decode_step, *given)

@@ -116,22 +116,17 @@ def check(case, tokens, sinks=0, recent=0, order=1, slope=True):
 
 
 SHAPES = {  # batch, heads, head_dim, slots, tokens, lengths, evicted
-    "llama": (1, 2, 128, 80, 64, (80, 71), (30, 0)),
-    "gemma": (1, 1, 256, 48, 16, (48,), (9,)),
-    "gemma4": (1, 1, 512, 24, 16, (24,), (9,)),
-    "d80": (2, 1, 80, 33, 30, (33, 31), (5, 1)),
-    "d96": (1, 2, 96, 41, 31, (41, 30), (3, 3)),
-    "ragged": (2, 2, 64, 40, 24, (0, 1, 24, 25), (0, 4, 0, 1)),
-    "all": (1, 2, 64, 20, 0, (20, 3), (0, 2)),
-    "most": (1, 1, 64, 72, 8, (72,), (2,)),
+    "llama": (1, 2, 128, 80, 64, (80, 71), (30, 0)), "gemma": (1, 1, 256, 48, 16, (48,), (9,)),
+    "gemma4": (1, 1, 512, 24, 16, (24,), (9,)), "d80": (2, 1, 80, 33, 30, (33, 31), (5, 1)),
+    "d96": (1, 2, 96, 41, 31, (41, 30), (3, 3)), "ragged": (2, 2, 64, 40, 24, (0, 1, 24, 25), (0, 4, 0, 1)),
+    "all": (1, 2, 64, 20, 0, (20, 3), (0, 2)), "most": (1, 1, 64, 72, 8, (72,), (2,)),
     "one-slot": (1, 1, 64, 2, 1, (2,), (0,)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name, dtype", covering(SHAPES, [torch.float32, torch.float16, torch.bfloat16], together=1))
 def test_evict_shapes(name, dtype):
-    shape = SHAPES[name]
-    batch, heads, dim, slots, tokens, lengths, evicted = shape
+    batch, heads, dim, slots, tokens, lengths, evicted = SHAPES[name]
     check(Case.make(batch, heads, dim, slots, dtype, lengths, evicted), tokens, sinks=1, recent=2)
 
 
@@ -157,9 +152,7 @@ def check_scores(case, attention, matrix, means, scale=0.2):
     if matrix == "slope" and slots.keys.dtype != torch.float32:
         slope = (m.cross / m.count.clamp(min=1)[..., None, None]).to(slots.keys.dtype)
         m.cross = slope.float() * m.count[..., None, None]
-    weight = torch.rand(held.shape) if attention else None
-    if attention:
-        weight[~held] = NAN
+    weight = torch.rand(held.shape).masked_fill(~held, NAN) if attention else None
 
     def specified(dtype):
         parts = [m.value_mean if means else None, m.cross if matrix else None]
@@ -180,8 +173,7 @@ def check_scores(case, attention, matrix, means, scale=0.2):
 
 @pytest.mark.parametrize("name, dtype", covering(SHAPES, [torch.float32, torch.float16, torch.bfloat16], together=1))
 def test_moment_scores_shapes(name, dtype):
-    shape = SHAPES[name]
-    batch, heads, dim, slots, _, lengths, evicted = shape
+    batch, heads, dim, slots, _, lengths, evicted = SHAPES[name]
     check_scores(Case.make(batch, heads, dim, slots, dtype, lengths, evicted), True, "slope", True)
 
 
@@ -195,8 +187,7 @@ def test_moment_scores_shapes(name, dtype):
 )  # fmt: skip
 def test_moment_scores_property(batch, heads, dim, slots, dtype, lengths, evicted, attention, matrix, means, seed):
     lengths = [min(length, slots) for length in lengths]
-    case = Case.make(batch, heads, dim, slots, dtype, lengths, evicted, seed=seed)
-    check_scores(case, attention, matrix, means)
+    check_scores(Case.make(batch, heads, dim, slots, dtype, lengths, evicted, seed=seed), attention, matrix, means)
 
 
 def uniform(*shape, seed=0):

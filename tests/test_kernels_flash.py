@@ -63,8 +63,7 @@ def test_padding(padded, monkeypatch):
 def test_padding_between_tokens_is_attended_to_by_ours(monkeypatch):
     """In that row alone."""
     block, state = case(num=70, dtype=BF16, padding=False)
-    valid = block[3]
-    valid[1, 20:22] = False
+    block[3][1, 20:22] = False
     both(block, state, monkeypatch)
     out, lse, _ = prefill_attention(*block, state, make_spec(0.125, order=1))
     monkeypatch.setattr(_flash, "flash_attention", lambda device: None)
@@ -87,8 +86,7 @@ def test_sinks_are_ours(monkeypatch):
 def test_rows_in_pages(monkeypatch):
     block, state = case(num=70, dtype=BF16)
     own = prefill_attention(*block, state, make_spec(0.125, order=1))
-    placed = in_pages(state, [3, 1], 5)
-    paged = prefill_attention(*block, placed, make_spec(0.125, order=1))
+    paged = prefill_attention(*block, in_pages(state, [3, 1], 5), make_spec(0.125, order=1))
     assert flash_attn.CALLS == CALL * 2
     for mine, theirs in zip(paged, own):
         real = block[3][:, None].expand(mine.shape[:3])

@@ -14,8 +14,7 @@ from .models import raises
 from .pairwise import covering
 from .states import copied, make_spec, make_state, sinks
 
-# The interpreter truncates fp32 to bf16 where the GPU rounds: weights and outputs lose up to one unit in the last
-# place.
+# The interpreter truncates fp32 to bf16 where the GPU rounds: weights and outputs lose up to one unit in the last place
 ATOL = {torch.float32: 2e-6, torch.float16: 2e-4, torch.bfloat16: 1.6e-2}
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
@@ -25,8 +24,7 @@ def case(batch=2, heads=1, groups=2, dim=64, value_dim=None, slots=40, held=None
          means=torch.float32):  # fmt: skip
     """Block in `dtype` (q, k, v, valid) and state. Unused slots and padding rows hold NaN; q, k and v are views, as in
     Hugging Face, and not all slots are looked at. With `parts` the evicted tokens are so many centroids."""
-    value_dim = value_dim or dim
-    generator = torch.Generator().manual_seed(seed)
+    value_dim, generator = value_dim or dim, torch.Generator().manual_seed(seed)
 
     def randn(*shape):
         return torch.randn(*shape, generator=generator)

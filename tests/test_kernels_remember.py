@@ -28,8 +28,7 @@ normal = partial(randn, dtype=torch.float32)
 
 
 def candidates(batch, heads, num, dim, leave, dtype=torch.float32, seed=0):
-    """Keys, values, positions, valid and kept of `num` candidates in no order, of which `leave` (cycled) leave a head;
-    what does not leave is NaN."""
+    """Keys, values, positions, valid and kept of `num`, of which `leave` (cycled) leave a head; the others are NaN."""
     source = torch.Generator().manual_seed(seed)
     keys = normal(batch, heads, num, dim, seed=seed, dtype=dtype) + 1
     values = normal(batch, heads, num, dim, seed=seed + 1, dtype=dtype)
@@ -53,8 +52,7 @@ def joined(backend, parts, tokens, most):
     """The centroids afterwards; the given ones stay as they are."""
     parts = copy.deepcopy(parts)
     keys, values = tokens[:2]
-    lengths = torch.zeros(keys.shape[:2], dtype=torch.int32)
-    state = make_state(keys[:, :, :0], values[:, :, :0], lengths, parts=parts)
+    state = make_state(keys[:, :, :0], values[:, :, :0], torch.zeros(keys.shape[:2], dtype=torch.int32), parts=parts)
     with uninitialised_is_nan():
         ops.remember(*tokens, most, state, make_spec(correction="centroids", backend=backend))
     return parts
@@ -131,18 +129,12 @@ def test_the_second_choice_is_among_means(monkeypatch):
     check(parts_of(1, 2, 9, 16, 4), candidates(1, 2, 180, 16, (160, 90)), 160)
 
 
-def test_blocks_of_a_prompt(monkeypatch):
-    """The same with blocks of few tokens, in kernels and reference."""
-    monkeypatch.setattr(module, "BLOCK", 64)
-    monkeypatch.setattr(reference.centroids, "BLOCK", 64)
-    check(parts_of(1, 2, 9, 32, 4), candidates(1, 2, 140, 32, (130, 65), torch.bfloat16), 130)
-
-
-def test_seeds_of_blocks_of_a_prompt(monkeypatch):
-    """Of the second block one head has none, of the other's it keeps all tokens."""
-    monkeypatch.setattr(module, "BLOCK", 300)
-    monkeypatch.setattr(reference.centroids, "BLOCK", 300)
-    check(parts_of(2, 1, 9, 16, 4), candidates(2, 1, 400, 16, (390, 301), torch.bfloat16), 390)
+@pytest.mark.parametrize("block, shape, dim, leave", [(64, (1, 2), 32, (130, 65)), (300, (2, 1), 16, (390, 301))])
+def test_seeds_of_blocks_of_a_prompt(block, shape, dim, leave, monkeypatch):
+    """Of the second block of 300 tokens one head has no seeds, of the other's it keeps all tokens."""
+    monkeypatch.setattr(module, "BLOCK", block)
+    monkeypatch.setattr(reference.centroids, "BLOCK", block)
+    check(parts_of(*shape, 9, dim, 4), candidates(*shape, leave[0] + 10, dim, leave, torch.bfloat16), leave[0])
 
 
 @pytest.mark.parametrize("few", [0, 64], ids=["as of a prompt", "as while decoding"])
@@ -170,10 +162,9 @@ def test_equal_costs_go_to_the_older(most):
     Exactly, also on tensor cores: means are 0 and standard deviations 2."""
     keys, values = (torch.zeros(1, 12, 16, 16) for _ in range(2))
     kinds = torch.tensor([[1.0, 1, 1, 1], [-1, -1, -1, -1], [1, -1, 1, -1], [-1, 1, -1, 1]])
-    source = torch.Generator().manual_seed(0)
     for head in range(12):
         for half in (0, 1):
-            keys[0, head, half::2, 3:7] = kinds[torch.randperm(8, generator=source) % 4]
+            keys[0, head, half::2, 3:7] = kinds[torch.randperm(8) % 4]
     places = torch.arange(16, dtype=torch.int32).repeat(1, 12, 1)
     every = torch.ones(1, 12, 16, dtype=torch.bool)
     parts, tokens = Centroids.empty(1, 12, 12, 16, 16), (keys, values, places, every, ~every)

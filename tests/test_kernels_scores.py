@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkv import ops, reference
-from fastkv.errors import FastKVError
 from fastkv.kernels import expected_attention, key_scores, leverage, noncausal_mass, pooling, slot_signals, z_scores
 from fastkv.kernels.most_attended import most_attended
 from fastkv.kernels.window_scores import observed_attention
@@ -148,21 +147,17 @@ def expected(batch=2, heads=2, groups=2, num=45, dim=64, dtype=torch.float32, ki
     root = torch.randn(batch, groups * heads, dim, dim, generator=generator)
     covariance, valid = root @ root.mT / dim, every(make_mask(kind, batch, heads, num, seed), keys)
     memory = torch.where(torch.rand(valid.shape, generator=generator) < 0.5, 0.0, 0.25)
-    got = expected_attention.expected_attention(
-        hide(keys, valid), values, mean, covariance, count, scale, 0.1, memory, valid=valid
-    )
+    rest = count, scale, 0.1, memory
+    got = expected_attention.expected_attention(hide(keys, valid), values, mean, covariance, *rest, valid=valid)
     assert torch.equal(got > 0, torch.where(valid & (count > 0), True, memory > 0))
-    close(got, lambda to: reference.expected_attention(
-        keys, values, mean.to(to), covariance.to(to), count, scale, 0.1, memory, valid=valid
-    ))  # fmt: skip
+    known = lambda to: (keys, values, mean.to(to), covariance.to(to))  # noqa: E731
+    close(got, lambda to: reference.expected_attention(*known(to), *rest, valid=valid))
 
 
 def mass(batch=2, heads=1, groups=2, num=45, dim=64, dtype=torch.float32, kind="left", softcap=None, seed=0, chunk=16,
          sink_logits=None, size=1.0, scale=0.125):  # fmt: skip
-    q, keys = (
-        tokens(batch, heads * groups, num, dim, dtype, seed, size=size),
-        tokens(batch, heads, num, dim, dtype, seed + 1),
-    )
+    q = tokens(batch, heads * groups, num, dim, dtype, seed, size=size)
+    keys = tokens(batch, heads, num, dim, dtype, seed + 1)
     given = {"softcap": softcap, "mask": make_mask(kind, batch, heads, num, seed), "sink_logits": sink_logits}
     keys_given = hide(keys, given["mask"])
     got = noncausal_mass.noncausal_attention_mass(q=q, keys=keys_given, scale=scale, chunk=chunk, **given)
@@ -205,13 +200,8 @@ TURNED = st.sampled_from([None, "halves", "part"])
 OWN = {  # what else is drawn for a kernel
     keydiff: {"anchor": st.sampled_from(ANCHORS), "distance": st.sampled_from(DISTANCES), "turned": TURNED},
     manifold: {"window": st.none() | st.integers(1, 22), "metric": st.sampled_from(geometry.METRICS)},
-    window: {
-        "asking": st.integers(1, 9),
-        "watched": st.none() | st.integers(1, 6),
-        "mass": st.booleans(),
-        "padding": st.booleans(),
-        "softcap": SOFTCAPS,
-    },
+    window: {"asking": st.integers(1, 9), "watched": st.none() | st.integers(1, 6), "softcap": SOFTCAPS}
+    | dict.fromkeys(("mass", "padding"), st.booleans()),
     ahead: {"turned": st.sampled_from(["halves", "part"])},
     expected: {},
     mass: {"chunk": st.integers(1, 22), "softcap": SOFTCAPS},
@@ -431,8 +421,7 @@ def test_leverage_survives_rank_deficiency(num, rank):
         keys = keys[..., :rank] @ tokens(1, 1, rank, 64, seed=2)[0, 0] if rank else torch.zeros(1, 2, num, 64)
     score = leverage.sketched_leverage(keys, geometry.sketch_matrix(64, 32))
     assert score.isfinite().all() and score.min() >= 0 and score.max() < 1 + 1e-3
-    wanted = torch.full((1, 2), float(min(num, rank, 32)))
-    torch.testing.assert_close(score.sum(-1), wanted, atol=1e-4, rtol=0)
+    torch.testing.assert_close(score.sum(-1), torch.full((1, 2), float(min(num, rank, 32))), atol=1e-4, rtol=0)
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -458,18 +447,16 @@ levers = leverage.sketched_leverage
 
 @pytest.mark.parametrize(
     "match, kernel, given",
-    [
-        ("metric must be one of", key_scores.manifold_scores, {"metric": "l7"}),
-        ("at most 128 columns", levers, {"sketch": torch.ones(128, 256)}),
-        ("at most 64 columns for torch.float32 of size 256", levers, {"sketch": torch.ones(256, 65)}),
-        ("at most 64 columns for torch.float16 of size 512", levers, {"sketch": torch.ones(512, 65)}),
-    ],
-)
+    [("metric must be one of", key_scores.manifold_scores, {"metric": "l7"}),
+     ("at most 128 columns", levers, {"sketch": torch.ones(128, 256)}),
+     ("at most 64 columns for torch.float32 of size 256", levers, {"sketch": torch.ones(256, 65)}),
+     ("at most 64 columns for torch.float16 of size 512", levers, {"sketch": torch.ones(512, 65)})],
+)  # fmt: skip
 def test_what_is_refused(match, kernel, given):
     dim = len(given.get("sketch", range(16)))
     raises(match, kernel, keys=tokens(1, 1, 4, dim, torch.float16 if dim == 512 else torch.float32), **given)
 
 
 def test_z_scores_refuse_a_mask_of_another_shape():
-    with pytest.raises(FastKVError, match=r"unlike must have shape \[3, 1, 2, 5\]"):
-        z_scores.z_scores(torch.zeros(3, 2, 2, 5), torch.ones(1, 2, 5, dtype=torch.bool))
+    mask = torch.ones(1, 2, 5, dtype=torch.bool)
+    raises(r"unlike must have shape \[3, 1, 2, 5\]", z_scores.z_scores, torch.zeros(3, 2, 2, 5), mask)

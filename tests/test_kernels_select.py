@@ -39,18 +39,12 @@ KINDS = ("random", "ties", "constant", "signed zero", "nan and inf", "tiny")
 
 def make_scores(kind, shape, generator):
     scores = torch.randn(*shape, generator=generator)
-    if kind == "ties":
-        scores = scores.round()
-    elif kind == "constant":
-        scores = torch.ones(shape)
-    elif kind == "signed zero":
-        scores = torch.where(scores > 0, 0.0, -0.0)
-    elif kind == "nan and inf":
-        special = torch.tensor([float("nan"), float("inf"), -float("inf"), 3.4028234663852886e38, -3.4e38, 0.0, 1.0])
-        scores = special[torch.randint(0, len(special), shape, generator=generator)]
-    elif kind == "tiny":
-        scores = scores * 1e-42  # denormal
-    return scores
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 3.4028234663852886e38, -3.4e38, 0.0, 1.0])
+    return {
+        "random": scores, "ties": scores.round(), "constant": torch.ones(shape),
+        "signed zero": torch.where(scores > 0, 0.0, -0.0), "tiny": scores * 1e-42,  # denormal
+        "nan and inf": special[torch.randint(0, len(special), shape, generator=generator)],
+    }[kind]  # fmt: skip
 
 
 def candidates(kind, *shape):
@@ -88,10 +82,8 @@ def test_select_any_case(data):
     scores = torch.tensor(data.draw(st.lists(floats, min_size=num, max_size=num)), dtype=torch.float32)[None, None]
     # Duplicate positions too: then the lower index wins, in the reference by stability.
     positions = torch.tensor(data.draw(st.lists(st.integers(0, 30), min_size=num, max_size=num)), dtype=torch.int32)
-    flags = [
-        torch.tensor(data.draw(st.lists(st.booleans(), min_size=num, max_size=num)))[None, None].contiguous()
-        for _ in range(2)
-    ]
+    booleans = st.lists(st.booleans(), min_size=num, max_size=num)
+    flags = (torch.tensor(data.draw(booleans))[None, None] for _ in range(2))
     check_select(scores, positions[None, None], *flags, data.draw(st.integers(0, num + 2)))
 
 
@@ -105,11 +97,8 @@ def sorted_rows(state):
 
 def moments_of(tokens, dtype, order):
     """Moments in float64 of keys and values, as that dtype holds them, up to that order."""
-    count, *rest = (
-        Moments.empty(*tokens[0].shape[:2], *(t.shape[-1] for t in tokens), dtype=torch.float64)
-        .add(*(t.double() for t in tokens))
-        .tensors()
-    )
+    empty = Moments.empty(*tokens[0].shape[:2], *(t.shape[-1] for t in tokens), dtype=torch.float64)
+    count, *rest = empty.add(*(t.double() for t in tokens)).tensors()
     return Moments(*[count, *(t.to(dtype) for t in rest)][: {None: 1, 0: 3, 1: 4}[order]])
 
 
@@ -174,22 +163,16 @@ def check_compact(slots="model", dtype=torch.float32, dim=64, value_dim=None, ro
 
 
 CASES = {
-    "a full cache and a block": dict(tokens=40),
-    "everything fits": dict(room=64, used=33, num=7),
+    "a full cache and a block": dict(tokens=40), "everything fits": dict(room=64, used=33, num=7),
     "a flush while generating": dict(room=40, used=37, num=0, tokens=32),
     "a whole prompt": dict(room=16, used=0, num=50, heads=1),
     "almost nothing stays": dict(room=8, used=5, num=3, tokens=1),
-    "one slot": dict(room=1, used=1, num=1, tokens=1, heads=1),
-    "only counts": dict(order=None),
-    "only means, of nothing before": dict(order=0, evicted=0),
-    "nothing before": dict(evicted=0),
+    "one slot": dict(room=1, used=1, num=1, tokens=1, heads=1), "only counts": dict(order=None),
+    "only means, of nothing before": dict(order=0, evicted=0), "nothing before": dict(evicted=0),
     "far from zero": dict(room=64, used=60, num=20, tokens=20, shift=30.0, heads=1),  # raw sums would lose four digits
-    "values of another size": dict(dim=128, value_dim=64),
-    "80": dict(dim=80),
-    "96": dict(dim=96),
-    "256": dict(dim=256),
-    "512": dict(dim=512, batch=1),
-}
+    "values of another size": dict(dim=128, value_dim=64), "512": dict(dim=512, batch=1),
+    **{f"{dim}": dict(dim=dim) for dim in (80, 96, 256)},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case, dtype", covering(CASES, DTYPES, together=1))

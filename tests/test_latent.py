@@ -74,11 +74,9 @@ def test_a_token_costs_its_latent_once():
         fastkv.patch(model, "streaming", Budget(tokens=tokens, sinks=2, recent=4), correction="none")
         sizes.append(model(ids).past_key_values.nbytes())
     assert sizes[1] - sizes[0] == 10 * 4 * (4 * (RANK + TURNED) + 4)  # four layers, fp32, and the position
-    budget = Budget(bytes=40_000, sinks=2, recent=4)
     for correction in ("none", "moments", "centroids"):
-        fastkv.patch(model, "keydiff", budget, correction=correction)
-        cache = model(ids).past_key_values
-        assert_equal_bytes({correction: cache}, 40_000)
+        fastkv.patch(model, "keydiff", Budget(bytes=40_000, sinks=2, recent=4), correction=correction)
+        assert_equal_bytes({correction: model(ids).past_key_values}, 40_000)
     equal = equal_bytes(model.config, SMALL, torch.float32, evict_every=EVERY)
     slots, counts = (20 + EVERY) * (4 * (RANK + TURNED) + 4), 4 + 8 + 8
     assert equal.bytes == 4 * (slots + counts)
@@ -86,9 +84,8 @@ def test_a_token_costs_its_latent_once():
 
 def test_absorption_is_the_same_attention():
     module = build("deepseek_v3").double().model.layers[0].self_attn
-    generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(2, 1, 9, size, generator=generator, dtype=torch.float64) for size in (RANK, TURNED)]
-    query = torch.randn(2, HEADS, 9, module.qk_head_dim, generator=generator, dtype=torch.float64)
+    drawn = [torch.randn(2, 1, 9, size, dtype=torch.float64) for size in (RANK, TURNED)]
+    query = torch.randn(2, HEADS, 9, module.qk_head_dim, dtype=torch.float64)
     keys, values = module.expand_kv(*drawn)
     wanted = (query @ keys.mT).softmax(-1) @ values
     key, value = modules.unexpanded(module, *drawn)
@@ -100,9 +97,7 @@ def test_absorption_is_the_same_attention():
 @pytest.mark.parametrize("correction", ["none", "moments", "centroids"])
 def test_slots_of_latents_attend_and_evict_as_slots_of_pairs(correction):
     """The same operations where values are stored, and where they are the first numbers of keys."""
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(2, 1, 12, 10, generator=generator)
-    q, k = torch.randn(2, 4, 10, generator=generator), torch.randn(2, 1, 1, 10, generator=generator)
+    keys, q, k, block = (torch.randn(2, *shape, 10) for shape in ((1, 12), (4,), (1, 1), (4, 3)))
     lengths, positions = torch.tensor([[10], [9]], dtype=torch.int32), torch.arange(12, dtype=torch.int32)
     spec = make_spec(0.3, correction=correction, tokens=6, spare=6, backend="cpu")
     results = []
@@ -115,7 +110,6 @@ def test_slots_of_latents_attend_and_evict_as_slots_of_pairs(correction):
         state.exact = Slots(state.exact.keys, values, state.exact.lengths, own, value_dim=7)
         out = ops.decode_step(q, k, k[..., :7], state, spec)
         shrink(ops, state.exact["keys"].norm(dim=-1), state, spec)
-        block = torch.randn(2, 4, 3, 10, generator=torch.Generator().manual_seed(1))
         real = torch.ones(2, 3, dtype=torch.bool)
         again = ops.prefill_attention(block, block[:, :1], block[:, :1, :, :7], real, state, spec)
         held = [state.exact[name][:, :, :6] for name in ("keys", "values", "positions")]

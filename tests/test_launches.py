@@ -73,8 +73,7 @@ def test_nor_do_scores_of_prompts():
     with recorded() as launches:
         for length in LENGTHS:
             q, keys, values = tokens(length)
-            mask = torch.ones(keys.shape[:3], dtype=torch.bool)
-            for chosen in (None, mask):
+            for chosen in (None, torch.ones(keys.shape[:3], dtype=torch.bool)):
                 ops.leverage_scores(keys, 8, generator=0, mask=chosen, backend="triton")
                 ops.noncausal_attention_mass(q, keys, 0.25, mask=chosen, backend="triton")
             ops.most_attended(q, keys, q[..., 0].float(), 0.25, backend="triton")
@@ -83,8 +82,7 @@ def test_nor_do_scores_of_prompts():
 
 
 def test_a_prompt_of_centroids_is_few_launches():
-    """Per block of tokens that join: twice one finds seeds and one adds up, then one joins. One more makes what torch
-    sorts."""
+    """Per block of tokens: twice one finds seeds and one adds up, then one joins. One more makes what torch sorts."""
     num, state = 32768, layer("snapkv", Budget(tokens=1024), correction="centroids")
     q, k, v = tokens(1)
     state.allocate(HQ, k, v, num)

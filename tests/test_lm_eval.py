@@ -46,12 +46,9 @@ def wrong(sample, index):
 
 def requests(kind="loglikelihood"):
     """Three continuations of each text, one of them a single word."""
-    arguments = [
-        (prompt(sample), f" {text}")
-        for sample in samples()
-        for text in (sample.answers[0], wrong(sample, 1), sample.answers[0].split()[0])
-    ]
-    return [Instance(kind, {}, args, index) for index, args in enumerate(arguments)]
+    texts = {one: (one.answers[0], wrong(one, 1), one.answers[0].split()[0]) for one in samples()}
+    pairs = [(prompt(one), f" {text}") for one, some in texts.items() for text in some]
+    return [Instance(kind, {}, pair, index) for index, pair in enumerate(pairs)]
 
 
 @pytest.fixture(scope="module")
@@ -132,17 +129,15 @@ def looped(model, tokenizer, policy, budget, edges_of, settings):
     with fastkv.patched(model, policy, budget, **settings):
         for request in requests():
             before, whole = (tokenizer(text).input_ids for text in (request.args[0], "".join(request.args)))
-            after = whole[len(before) :]
-            ids = torch.tensor([whole])
+            ids, target = torch.tensor([whole]), torch.tensor(whole[len(before) :])
             edges = edges_of(ids.shape[1] - 1, len(before))
             cache, logits = None, []
             for start, end in zip(edges[:-1], edges[1:]):
                 out = model(ids[:, start:end], past_key_values=cache, use_cache=True)
                 cache, logits = out.past_key_values, [*logits, out.logits[0]]
             log_probabilities = torch.cat(logits).log_softmax(-1)[len(before) - 1 :]
-            target = torch.tensor(after)
             score = sum(row[word].item() for row, word in zip(log_probabilities, target))
-            answers.append((score, bool((log_probabilities.argmax(-1) == target).all())))
+            answers.append((score, torch.equal(log_probabilities.argmax(-1), target)))
     return answers
 
 
@@ -161,8 +156,8 @@ def test_likelihood_under_compression_is_that_of_a_plain_loop(compressed, plain,
     compressed.set_cache(policy, 48, mode=mode, **settings)
     got = compressed.loglikelihood(requests(), disable_tqdm=True)
     assert_same(got, looped(*plain, policy, 48, edges_of, settings))
-    differences = [abs(one[0] - other[0]) for one, other in zip(got, expected)]
-    assert min(differences[2::3]) > 1e-6, "a continuation of one word is affected too"
+    differences = [abs(one[0] - other[0]) for one, other in zip(got[2::3], expected[2::3])]
+    assert min(differences) > 1e-6, "a continuation of one word is affected too"
 
 
 def test_prefix_drops_the_beginning_of_what_is_too_long(stock, compressed, monkeypatch):
@@ -214,8 +209,7 @@ def test_bytes_are_those_of_the_largest_sequence(compressed):
     longest = max(requests(), key=lambda request: len(" ".join(request.args).split()))
     compressed.set_cache(FULL)
     compressed.loglikelihood([requests()[0], longest], disable_tqdm=True)
-    words = compressed.tok_encode("".join(longest.args))
-    assert compressed.cache_bytes == token * (len(words) - 1)
+    assert compressed.cache_bytes == token * (len(compressed.tok_encode("".join(longest.args))) - 1)
     compressed.set_cache("streaming", 64)
     assert compressed.cache_bytes == 0
     compressed.loglikelihood([longest], disable_tqdm=True)
@@ -225,14 +219,10 @@ def test_bytes_are_those_of_the_largest_sequence(compressed):
 # What cannot be done is said in one sentence.
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"mode": "stream"}, "mode stream needs prefill_block"), ({"evict_every": 0}, "evict_every must be")],
-    ids=["stream", "patch"],
-)
-def test_refused_settings_leave_the_cache_as_it_was(compressed, settings, message):
+def test_refused_settings_leave_the_cache_as_it_was(compressed):
     compressed.set_cache("keydiff", 64)
-    raises(message, compressed.set_cache, "snapkv", 48, **settings)
+    raises("mode stream needs prefill_block", compressed.set_cache, "snapkv", 48, mode="stream")
+    raises("evict_every must be", compressed.set_cache, "snapkv", 48, evict_every=0)
     assert fastkv.FastKVCache(compressed.patched).config.policy.name == "keydiff"
 
 
@@ -272,11 +262,10 @@ def tasks(tmp_path):
     data = {"dataset_path": "json", "dataset_kwargs": places, "test_split": "test", "doc_to_text": "{{text}}"}
     choose = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": 0}
     answer = {
-        "output_type": "generate_until",
-        "doc_to_target": "{{answer}}",
+        "output_type": "generate_until", "doc_to_target": "{{answer}}",
         "generation_kwargs": {"until": ["<eos>"], "max_gen_toks": 4, "do_sample": False},
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    }
+    }  # fmt: skip
     files = []
     for name, task in (("choose_code", choose), ("answer_code", answer)):
         files.append(tmp_path / f"{name}.yaml")
@@ -305,8 +294,7 @@ def test_command_evaluates_resumes_and_refuses_a_mix(tasks, tmp_path, capsys):
     assert {score["metric"] for score in rows[0]["scores"]["choose_code"]} == {"acc,none", "acc_norm,none"}
     sizes = [row["nbytes"] for row in rows]
     assert max(sizes[1:]) < sizes[0] and abs(sizes[1] - sizes[2]) < 0.02 * sizes[2]
-    record = json.loads((out / "results.json").read_text())
-    assert record["rows"] == rows
+    assert json.loads((out / "results.json").read_text())["rows"] == rows
     assert "choose_code" in capsys.readouterr().out
 
     (out / "keydiff-128.json").unlink()
@@ -372,8 +360,7 @@ def test_equal_bytes_keep_the_users_shares(tasks, tmp_path, monkeypatch):
     last = [budget for budget in given if isinstance(budget, Budget) and budget.bytes]
     wanted = {"layers": "pyramid", "heads": "adaptive", "sinks": 2, "recent": 9}
     assert len(last) == 2 and last[0] == last[1] == Budget(bytes=last[0].bytes, **wanted)
-    record = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert record["settings"]["recent"] == 9
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["settings"]["recent"] == 9
 
 
 def test_command_says_which_dataset_is_missing(tmp_path):
@@ -394,11 +381,8 @@ def test_what_a_task_needs_is_said(tmp_path):
 
 def test_metadata_is_the_harness_own():
     assert metadata_of([]) == {}
-    assert metadata_of(["max_seq_lengths=[1024,2048]", "num_samples=3,haystack=a/b.txt"]) == {
-        "max_seq_lengths": [1024, 2048],
-        "num_samples": 3,
-        "haystack": "a/b.txt",
-    }
+    found = metadata_of(["max_seq_lengths=[1024,2048]", "num_samples=3,haystack=a/b.txt"])
+    assert found == {"max_seq_lengths": [1024, 2048], "num_samples": 3, "haystack": "a/b.txt"}
     raises("metadata must be K=V, got \\['many'\\]", metadata_of, ["many"])
 
 

@@ -20,7 +20,7 @@ from fastkv.rotary import Rotary
 
 from .models import build, generate, policy, prompt, raises, small
 from .pairwise import covering, each, named
-from .states import attention
+from .states import assert_same, attention
 from .test_paged import calibrated
 
 B, HQ, HKV, D = 2, 4, 2, 16
@@ -57,11 +57,7 @@ def rotary():
 
 def one_layer(name, directory):
     """The policy of that name; DuoAttention with a pattern of one layer, both of whose heads keep the context."""
-    if name != "duoattention":
-        return name
-    path = directory / "pattern.tsv"
-    path.write_text("1.0\t0.9\n")
-    return fastkv.policies.get(name, pattern=str(path))
+    return policy(name, directory, pattern="1.0\t0.9\n") if name == "duoattention" else name
 
 
 KINDS = {
@@ -111,9 +107,7 @@ def test_a_layer_of_a_patched_model(name, block, tmp_path, monkeypatch):
                 continue
             real = valid[:, None, :, None].expand_as(expected)
             torch.testing.assert_close(module(q, k, v, valid)[real], expected[real], atol=1e-5, rtol=1e-5)
-        held = cache.layers[layer].state
-        for (which, mine), (_, theirs) in zip(module.state.named_tensors(), held.named_tensors(), strict=True):
-            assert torch.equal(mine, theirs), which
+        assert_same(module.state, cache.layers[layer].state)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -121,8 +115,7 @@ def test_one_token_behind_the_blocks_of_a_prompt_is_decoded(masked):
     """Unless there is a mask, which may hide it."""
     q, k, v = tokens(33)
     once, parts = fresh("keydiff", prefill_block=16), fresh("keydiff", prefill_block=16)
-    mask = torch.ones(len(q), 33, dtype=torch.bool) if masked else None
-    got = once(q, k, v, mask)
+    got = once(q, k, v, torch.ones(len(q), 33, dtype=torch.bool) if masked else None)
     want = [parts(*(part[:, :, now] for part in (q, k, v))) for now in (slice(0, 32), slice(32, 33))]
     torch.testing.assert_close(got, torch.cat(want, 2), atol=1e-5, rtol=0)
     assert once.cache.workspace.clock.now.steps == (not masked)
@@ -135,12 +128,10 @@ def test_with_room_for_everything_it_is_attention(name, softcap, block, tmp_path
     options |= {"softcap": softcap, "prefill_block": block}
     module = fresh(one_layer(name, tmp_path), Budget(tokens=80, sinks=2, recent=4), **options)
     q, k, v = tokens(40, dtype=torch.float64)
-    mask = torch.ones(B, 30, dtype=torch.bool)
-    mask[1, :9] = False
-    outs = [module(q[:, :, :30], k[:, :, :30], v[:, :, :30], mask)]
-    outs += [module(*(rows[:, :, at : at + 1] for rows in (q, k, v))) for at in range(30, 36)]
-    outs.append(module(*(rows[:, :, 36:] for rows in (q, k, v))))
-    real = torch.cat([mask, torch.ones(B, 10, dtype=torch.bool)], 1)
+    real = torch.ones(B, 40, dtype=torch.bool)
+    real[1, :9] = False
+    first, *rest = zip(*(rows.split([30, *[1] * 6, 4], 2) for rows in (q, k, v)))
+    outs = [module(*first, real[:, :30]), *(module(*part) for part in rest)]
     causal = torch.ones(40, 40, dtype=torch.bool).tril()
     want, *_ = attention(q, k, v, D**-0.5, (causal & real[:, None])[:, None], softcap)
     hidden = ~real[:, None, :, None]
@@ -181,12 +172,10 @@ def test_state_dict_continues_the_sequence(make):
         module(*tokens(1))
     file = io.BytesIO()
     torch.save(torch.nn.ModuleDict({"attention": module}).state_dict(), file)
-    used, ready = copy.deepcopy(module), copy.deepcopy(module)
+    copies = new, used, ready = make(), copy.deepcopy(module), copy.deepcopy(module)
     used.reset()
     used(*tokens(30))
-    new = make()
     ready.reset()
-    copies = [new, used, ready]
     for one in copies:
         file.seek(0)
         torch.nn.ModuleDict({"attention": one}).load_state_dict(torch.load(file, weights_only=True))
@@ -317,10 +306,8 @@ def compare(make, backend, first=50, steps=2 * EVERY + 3):
     twin = copy.deepcopy(module)
     counter = CompileCounterWithBackend(backend)
     step = torch.compile(twin, fullgraph=True, backend=counter)
-    worst = 0.0
-    for _ in range(steps):
-        new = tokens(1)
-        worst = max(worst, float((step(*new) - module(*new)).abs().max()))
+    new = [tokens(1) for _ in range(steps)]
+    worst = max(float((step(*one) - module(*one)).abs().max()) for one in new)
     for (which, mine), (_, theirs) in zip(twin.named_buffers(), module.named_buffers(), strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6, msg=which)
     return counter.frame_count, worst
@@ -337,8 +324,7 @@ DAILY = {"adaptive heads", "no values"}
      named("adaptive heads", "aot_eager", 1, slow=True)],
 )  # fmt: skip
 def test_compiled_decode(name, backend, first):
-    """One graph, and one for steps that evict, in their turn also while slots are free; one more where the host counts
-    the length (VECTOR)."""
+    """One graph, and one for steps that evict, also while slots are free; one more where the host counts (VECTOR)."""
     graphs, worst = compare(KINDS.get(name, lambda: fresh(name)), backend, first)
     assert graphs == (3 if name == "no values" else 2) and worst <= 1e-6
 
@@ -381,7 +367,9 @@ MAKE = {
     "heads that do not divide": (lambda: FastKVAttention(4, 3, D), "multiple of the number of KV heads"),
     "no head_dim": (lambda: FastKVAttention(4, 2, 0), "head_dim must be a whole number of at least 1"),
     "a layer too many": (lambda: fresh(layer=2, num_layers=2), "from 0 below num_layers = 2, got 2"),
-}
+    **{f"{name} {value}": (partial(fresh, **{name: value}), "must be a finite number above 0")
+       for name, value in (("scale", 0), ("scale", float("nan")), ("softcap", 0.0), ("softcap", float("inf")))},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MAKE)
@@ -427,6 +415,8 @@ def test_refused_when_called():
         another = fresh(chosen, small(tokens=20), evict_every=5, correction=correction)
         raises(said, another.load_state_dict, module.state_dict())
         assert another.state is None
+    half = {name: part for name, part in module.state_dict().items() if name != "seen"}
+    raises("holds a sequence but no seen", fresh().load_state_dict, half)
 
 
 class Alike(Policy):
@@ -453,8 +443,7 @@ def test_options_of_attention_hold_from_the_first_prompt_on(option):
     """Also without a mask, where torch's own attention reads a first prompt if it can."""
     given, room = OPTIONS[option], Budget(tokens=80, sinks=2, recent=4)
     module, (q, k, v) = fresh("keydiff", room, **given), tokens(34, dtype=torch.float64)
-    outs = [module(*(rows[:, :, :30] for rows in (q, k, v)))]
-    outs += [module(*(rows[:, :, at : at + 1] for rows in (q, k, v))) for at in range(30, 34)]
+    outs = [module(*part) for part in zip(*(rows.split([30, 1, 1, 1, 1], 2) for rows in (q, k, v)))]
     causal, scale = torch.ones(1, 1, 34, 34).tril().bool(), given.get("scale", D**-0.5)
     want, *_ = attention(q, k, v, scale, causal, given.get("softcap"), given.get("sink_logits"))
     torch.testing.assert_close(torch.cat(outs, 2), want)
@@ -485,8 +474,7 @@ def test_h2o_counts_what_tokens_received_before_another_prompt():
         module(*(rows[:, :, start:end] for rows in (q, k, v)))
     *_, weights = attention(q, k, v, D**-0.5, torch.ones(1, 1, 38, 38).tril().bool())
     received = weights.sum(2).unflatten(1, (HKV, -1)).mean(2)
-    stored = module.state.exact["memory"][:, :, :38]
-    torch.testing.assert_close(stored.double(), received, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(module.state.exact["memory"][:, :, :38].double(), received, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["h2o", "compactor"])
@@ -501,16 +489,3 @@ def test_of_tokens_to_come_nothing_is_known_where_some_heads_keep_keys_alone(nam
     for row, starts, lengths in zip(slots.memory, slots.starts, slots.lengths):
         for start, end, used in zip(starts, starts[1:], lengths):
             assert not row[start + used : end].any() and row[start : start + used].any()
-
-
-def test_numbers_of_attention_are_finite_and_positive():
-    for option in ({"scale": float("nan")}, {"scale": 0}, {"softcap": 0.0}, {"softcap": float("inf")}):
-        raises("must be a finite number above 0", FastKVAttention, HQ, HKV, D, **option)
-
-
-def test_half_a_state_is_refused():
-    module = fresh()
-    module(*tokens(30))
-    state = module.state_dict()
-    del state["seen"]
-    raises("holds a sequence but no seen", fresh().load_state_dict, state)

@@ -49,8 +49,7 @@ def test_images_in_both_turns_and_rows_that_are_padded(name, block):
     model = build(name)
     own, given = medium(name)
     rows = [torch.cat([text(9, 1), own, text(14, 2)], 1), torch.cat([text(4, 3), own, text(8, 4)], 1)]
-    length = rows[0].shape[1]
-    pad = length - rows[1].shape[1]
+    pad = rows[0].shape[1] - rows[1].shape[1]
     ids = torch.cat([rows[0], torch.cat([torch.zeros(1, pad, dtype=torch.long), rows[1]], 1)])
     mask = torch.ones_like(ids)
     mask[1, :pad] = 0
@@ -66,14 +65,12 @@ def test_tokens_of_an_image_see_each_other_beside_a_past():
     """Were they read causally it would show, in the first turn and in the second."""
     model, given = build("gemma3"), prompt("gemma3")
     want = model(**given).logits
-    causal = given | {"token_type_ids": torch.zeros_like(given["input_ids"])}
-    assert (model(**causal).logits - want).abs().max() > 0.1
+    assert (model(**given | {"token_type_ids": 0 * given["input_ids"]}).logits - want).abs().max() > 0.1
     patch(model)
-    head, total = 10, given["input_ids"].shape[1]
-    cache = model(given["input_ids"][:, :head]).past_key_values
-    rest = given | {"input_ids": given["input_ids"][:, head:]}
-    assert total - head > 4
-    close(model(**rest, past_key_values=cache).logits, want[:, head:])
+    cache = model(given["input_ids"][:, :10]).past_key_values
+    rest = given | {"input_ids": given["input_ids"][:, 10:]}
+    assert rest["input_ids"].shape[1] > 4
+    close(model(**rest, past_key_values=cache).logits, want[:, 10:])
 
 
 @pytest.mark.parametrize("base", ["sdpa", "eager"])
@@ -168,8 +165,7 @@ def steps(model, cache, token, new=5):
 
 def alone(name, given, new=5):
     """Logits of the same steps by a stock model that reads everything anew for each."""
-    model = build(name)
-    found = []
+    model, found = build(name), []
     for _ in range(new):
         given = given | told(name, given["input_ids"], likeliest(model(**given).logits))
         found.append(model(**given).logits[:, -1:])
@@ -182,14 +178,10 @@ def test_caches_know_their_own_positions(name, block, tmp_path):
     seen, read = prompt(name), told("llava", text(30, 7))
     want = [alone(name, given) for given in (seen, read)]
     model = patch(build(name), prefill_block=block)
-    caches, tokens = [], []
-    for given in (seen, read):
-        out = model(**given)
-        caches.append(out.past_key_values)
-        tokens.append(likeliest(out.logits))
+    outs = [model(**given) for given in (seen, read)]
+    caches, tokens = [out.past_key_values for out in outs], [likeliest(out.logits) for out in outs]
     caches[0].save(tmp_path / "cache")
-    twins = [caches[0].clone(), fastkv.FastKVCache.load(tmp_path / "cache", model), caches[0].fork(2)]
-    for twin in twins:
+    for twin in (caches[0].clone(), fastkv.FastKVCache.load(tmp_path / "cache", model), caches[0].fork(2)):
         generated(model, seen)  # something else in between
         close(steps(model, twin, tokens[0].repeat(len(twin.compressed[0].state.seen), 1))[:1], want[0])
     for cache, token, expected in reversed([*zip(caches, tokens, want)]):
@@ -225,8 +217,7 @@ def test_a_generated_turn_after_another_prompt(name):
 
     want = second(build(name), lambda: None)
     model = patch(build(name))
-    other = told("llava", text(40, 9))
-    close(second(model, lambda: generated(model, other)), want)
+    close(second(model, lambda: generated(model, told("llava", text(40, 9)))), want)
 
 
 @pytest.mark.parametrize("name", SOME_3D)
@@ -243,10 +234,9 @@ def test_what_positions_cannot_serve_is_refused(name):
 
 
 def test_graphs_of_a_step_continue_after_an_image():
-    name = "qwen3_vl"
-    given = prompt(name)
-    want = alone(name, given, 4)
-    model = patch(build(name), static=True)
+    given = prompt("qwen3_vl")
+    want = alone("qwen3_vl", given, 4)
+    model = patch(build("qwen3_vl"), static=True)
     cache = fastkv.FastKVCache(model)
     token = likeliest(model(**given, past_key_values=cache).logits)
     step = fastkv.capture_decode(model, cache, 1)
@@ -259,11 +249,7 @@ def test_graphs_of_a_step_continue_after_an_image():
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("num", [1, 70])
 def test_attention_over_later_tokens_equals_brute_force(num, softcap):
-    generator = torch.Generator().manual_seed(num)
-    q = torch.randn(2, 6, num, 8, generator=generator, dtype=torch.float64)
-    k, v = (torch.randn(2, 2, num, dim, generator=generator, dtype=torch.float64) for dim in (8, 5))
-    ahead = (torch.rand(2, num, num, generator=generator) < 0.3).triu(1)
-    out, lse = attention_ahead(q, k, v, ahead, 0.4, softcap)
+    q, k, v = (torch.randn(2, heads, num, dim, dtype=torch.float64) for heads, dim in ((6, 8), (2, 8), (2, 5)))
+    ahead = (torch.rand(2, num, num) < 0.3).triu(1)
     want, total, _ = attention(q, k, v, 0.4, ahead[:, None], softcap)
-    torch.testing.assert_close(lse, total)
-    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(attention_ahead(q, k, v, ahead, 0.4, softcap), (want, total))

@@ -89,8 +89,7 @@ def test_a_step_neither_waits_nor_copies(name, correction, heads, tmp_path):
         for _ in range(EVERY):
             assert model(token, past_key_values=cache).logits.device.type == "meta"
             evictions += cache.workspace.clock.now.evicts
-    assert evictions == 1
-    assert not crossings.found
+    assert evictions == 1 and not crossings.found
 
 
 def test_nor_does_a_step_of_the_reference_in_a_slab():

@@ -1,5 +1,7 @@
 """Numbers at the edge: every dtype, huge logits, equal keys, zero values, one dominating key, and rows that are NaN."""
 
+import itertools
+
 import pytest
 import torch
 from torch import randn
@@ -127,8 +129,7 @@ def sharpen(model, factor):
     """Multiply all queries: logits of this tiny model grow to the order of 1e4."""
     for block in model.model.layers:
         attention = block.self_attn
-        gain = attention.q_norm if hasattr(attention, "q_norm") else attention.q_proj
-        weight = gain.weight
+        weight = getattr(attention, "q_norm", attention.q_proj).weight
         weight.copy_((weight + 1) * factor - 1 if "gemma" in model.config.model_type else weight * factor)
 
 
@@ -196,18 +197,15 @@ def test_a_row_of_nan_touches_nobody(name, mode, tmp_path):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
     else:
         assert torch.equal(got, expected)
-    for layer in range(4):
-        for row in (0, 2):
-            assert held(before, layer, row) == held(after, layer, row)
+    for layer, row in itertools.product(range(4), (0, 2)):
+        assert held(before, layer, row) == held(after, layer, row)
 
 
 def test_a_row_of_nan_does_not_decide_the_share_of_others(tmp_path):
     """Budget(quality=...) gives a batch what its most demanding row needs; NaN demands nothing that can be known."""
-    model = poisoned(build(), float("nan"))
-    path = tmp_path / "context.json"
+    model, path = poisoned(build(), float("nan")), tmp_path / "context.json"
     save_curves(path, [curve(model, "keydiff")])
-    budget = fastkv.Budget(quality=0.5, calibration=path, sinks=2, recent=4)
-    fastkv.patch(model, "keydiff", budget, evict_every=EVERY)
+    fastkv.patch(model, "keydiff", fastkv.Budget(quality=0.5, calibration=path, sinks=2, recent=4), evict_every=EVERY)
     ids, mask = prompt()
     got, cache = clean_rows(model, ids, mask, True)
     assert torch.isfinite(got).all()

@@ -49,14 +49,12 @@ def paged(config):
 def alone(config, prompt, steps):
     """Outputs of a LayerCache for one sequence: of its blocks, and of its steps."""
     cache = LayerCache(LayerPlan(config), CacheWorkspace(evict_every=EVERY))
-    q, k, v = prompt
+    _, k, v = prompt
     cache.allocate(HQ, k, v, k.shape[2])
     cache.configure(Attends(SCALE))
-    valid = torch.ones(1, k.shape[2], dtype=torch.bool)
-    blocks = [slice(at, at + BLOCK) for at in range(0, k.shape[2], BLOCK)]
-    out = [cache.read(q[:, :, own], k[:, :, own], v[:, :, own], valid[:, own]) for own in blocks]
-    q, k, v = steps
-    after = [cache.step(*(part[:, :, [i]] for part in steps)) for i in range(q.shape[2])]
+    blocks = zip(*(part.split(BLOCK, 2) for part in prompt))
+    out = [cache.read(*block, torch.ones(1, block[0].shape[2], dtype=torch.bool)) for block in blocks]
+    after = [cache.step(*token) for token in zip(*(part.split(1, 2) for part in steps))]
     return torch.cat(out, 2), torch.cat(after, 2)
 
 
@@ -92,32 +90,23 @@ def step(layer, rows, steps, at, due=()):
 
 ADAPTIVE = Budget(tokens=12, sinks=2, recent=2, heads="adaptive")
 CASES = {
-    "keydiff": ("keydiff", "auto"),
-    "centroids": ("snapkv", "centroids"),
-    "h2o": ("h2o", "moments"),
-    "momentkv reference": ("momentkv", "auto", 12, "reference"),
-    "triton": ("snapkv", "centroids", 12, "triton"),
-    "remembers": ("noncausal", "centroids"),
-    "remembers, triton": ("noncausal", "centroids", 12, "triton"),
+    "keydiff": ("keydiff", "auto"), "centroids": ("snapkv", "centroids"), "h2o": ("h2o", "moments"),
+    "momentkv reference": ("momentkv", "auto", 12, "reference"), "triton": ("snapkv", "centroids", 12, "triton"),
+    "remembers": ("noncausal", "centroids"), "remembers, triton": ("noncausal", "centroids", 12, "triton"),
     "remembers, triton, adaptive": ("noncausal", "none", ADAPTIVE, "triton"),
-    "remembers, adaptive": ("noncausal", "none", ADAPTIVE),
-    "adaptive": ("snapkv", "mean", ADAPTIVE),
+    "remembers, adaptive": ("noncausal", "none", ADAPTIVE), "adaptive": ("snapkv", "mean", ADAPTIVE),
     "calibrated": ("keydiff", "auto", calibrated(1.5, 0.5)),
     "calibrated centroids": ("snapkv", "centroids", calibrated(0.4, 1.6)),
     "calibrated, triton": ("snapkv", "centroids", calibrated(0.4, 1.6), "triton"),
     "calibrated int8": ("noncausal", "mean", calibrated(1.5, 0.5), "auto", "int8"),
-    "int8": ("snapkv", "centroids", 12, "auto", "int8"),
-    "fp8": ("momentkv", "auto", 12, "reference", "fp8"),
-    "int4": ("keydiff", "auto", 12, "auto", "int4"),
-    "int4 and adaptive": ("snapkv", "mean", ADAPTIVE, "auto", "int4"),
+    "int8": ("snapkv", "centroids", 12, "auto", "int8"), "fp8": ("momentkv", "auto", 12, "reference", "fp8"),
+    "int4": ("keydiff", "auto", 12, "auto", "int4"), "int4 and adaptive": ("snapkv", "mean", ADAPTIVE, "auto", "int4"),
 }  # fmt: skip
 
 PLAIN = {  # the interpreter is slow
-    "triton": "centroids",
-    "remembers, triton": "remembers",
-    "calibrated, triton": "calibrated centroids",
+    "triton": "centroids", "remembers, triton": "remembers", "calibrated, triton": "calibrated centroids",
     "remembers, triton, adaptive": "remembers, adaptive",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [named(case, slow=case in ("triton", "remembers, triton")) for case in CASES])
@@ -259,8 +248,7 @@ def test_what_one_batch_leaves_in_scratch_is_nothing_to_another():
     config, plain = config_of(*CASES["triton"]), config_of(*CASES["centroids"])
     prompts, steps = [tokens(17 + row, row) for row in range(3)], [tokens(6, 9 + row) for row in range(3)]
     layer, rows = paged(config), [3, 1, 4]
-    state = layer.state.at(torch.tensor(rows))
-    layer.shared.scratch_of(HQ, state, layer.rule.spec)
+    layer.shared.scratch_of(HQ, layer.state.at(torch.tensor(rows)), layer.rule.spec)
     (numbers, tickets) = next(iter(layer.shared.rooms.values()))
     numbers.fill_(torch.nan)
     for row, prompt in zip(rows, prompts):

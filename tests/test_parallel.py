@@ -67,10 +67,8 @@ def test_two_processes_equal_one(name, tmp_path):
         ("expected-attention", {}, adaptive, {}),
         ("triattention", {"calibration": str(tmp_path / "queries.safetensors")}, adaptive, {}),
     ]  # fmt: skip
-    ranks = [
-        begin(WORKER, tmp_path / str(rank), str(tmp_path), json.dumps(cases), env=environment(rank))
-        for rank in range(2)
-    ]
+    told = str(tmp_path), json.dumps(cases)
+    ranks = [begin(WORKER, tmp_path / str(rank), *told, env=environment(rank)) for rank in range(2)]
     for one in ranks:
         code, _, errors = one.ended()
         assert code == 0, errors[-9000:]

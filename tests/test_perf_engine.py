@@ -34,8 +34,7 @@ def measured(results, seconds=300.0):
 def path(tmp_path):
     """A file with rows of two jobs."""
     path = tmp_path / "some.json"
-    jobs = job("a"), job("b")
-    assert measured(opened(path, *jobs)) == engine.COMPLETE
+    assert measured(opened(path, job("a"), job("b"))) == engine.COMPLETE
     return path
 
 
@@ -80,8 +79,7 @@ def test_what_fails_is_named_and_can_be_tried_again(tmp_path, capsys):
     jobs = job("a", "broken", source="s1"), peer
     assert measured(opened(path, *jobs)) == engine.FAILED
     assert "a: broken" in capsys.readouterr().out
-    check = Job("check", {}, lambda: {"passed": False})
-    assert measured(opened(tmp_path / "checks.json", check)) == engine.FAILED
+    assert measured(opened(tmp_path / "checks.json", Job("check", {}, lambda: {"passed": False}))) == engine.FAILED
 
 
 def test_a_digest_changes_with_what_is_read(tmp_path, monkeypatch):

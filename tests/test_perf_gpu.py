@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -71,9 +72,8 @@ def test_a_dry_run_walks_every_check_and_every_timing(tmp_path, capsys, whole, m
     monkeypatch.setitem(worker.COPY_BYTES, "cpu", 1 << 20)
     words = ["--dry-run", "--out", str(tmp_path), "--minutes", str(MINUTES)]
     assert command.main(words) == engine.COMPLETE
-    printed = capsys.readouterr().out
     for name, jobs in whole.items():
-        assert f"\n{name:8s} {len(jobs):4d} rows" in printed
+        assert f"\n{name:8s} {len(jobs):4d} rows" in capsys.readouterr().out
     files = sorted(tmp_path.iterdir())
     assert [path.name for path in files] == sorted(f"{name}.json" for name in plan.FILES)
     found = {row["id"]: row for path in files for row in json.loads(path.read_text())["rows"]}
@@ -97,10 +97,8 @@ def go(tmp_path):
     """Runs these jobs. Returns: the exit code, and the rows of each file."""
 
     def main(*jobs, minutes=5.0):
-        files = {
-            name: Results(tmp_path / f"{name}.json", FACTS, [job for job in jobs if job.file == name])
-            for name in plan.FILES
-        }
+        of = {name: [job for job in jobs if job.file == name] for name in plan.FILES}
+        files = {name: Results(tmp_path / f"{name}.json", FACTS, own) for name, own in of.items()}
         code = engine.measure(jobs, files, time.monotonic() + 60 * minutes)
         return code, {name: results.rows for name, results in files.items()}
 
@@ -133,14 +131,11 @@ def test_a_red_check_blocks_only_the_timings_that_need_it(go, capsys):
 
 
 def test_a_lost_device_ends_the_run_and_what_it_says_is_not_written(go, monkeypatch, tmp_path):
-    def lost(self):
-        raise RuntimeError("unspecified launch failure")
-
+    lost = mock.Mock(side_effect=RuntimeError("unspecified launch failure"))
     monkeypatch.setattr(StandIn, "synchronize", lost, raising=False)
     with pytest.raises(checks.DeviceLost, match="illegal memory access"):
         go(check("a", 0.1), check("b"), check("c", 0.1))
-    rows = json.loads((tmp_path / "gpu_checks.json").read_text())["rows"]
-    assert [row["id"] for row in rows] == ["a"]
+    assert [row["id"] for row in json.loads((tmp_path / "gpu_checks.json").read_text())["rows"]] == ["a"]
     case = timings.cases()["key"][0]
     with pytest.raises(checks.DeviceLost):
         timings.run(replace(case, build=lambda *a: 1 / torch.zeros(1, 2) @ torch.zeros(1)), CPU)

@@ -118,8 +118,7 @@ def test_text_that_goes_on_is_the_full_caches_if_nothing_is_evicted(bundled, sho
 def test_text_that_goes_on_is_read_only_by_policies_that_are_missing(place, bundled, short, monkeypatch):
     model, tokenizer = bundled
     settings = {"heads": "uniform", "slots": "model"}
-    names = ("keydiff", "streaming")
-    table = leaderboard.Table("Onward", names, (0.5,), 1, 200, settings, question="none")
+    table = leaderboard.Table("Onward", ("keydiff", "streaming"), (0.5,), 1, 200, settings, question="none")
     monkeypatch.setattr(leaderboard, "TABLES", {"onward_2048": table})
     told = {"torch": "2", "transformers": "5", "commit": "abc", "cpu": "a cpu"}
     for _ in range(2):
@@ -148,8 +147,7 @@ def test_another_model(place, monkeypatch, capsys):
     page.write(place, leaderboard.TABLES)
     text = page.PAGE.read_text().split(f"## {toy.MODEL_DIR.name}\n")[1]
     assert f"1 texts, 40 questions; {page.where_of(cells)}" in text
-    uniform = page.link("keydiff, uniform heads")
-    assert f"| {uniform} | **1.00** ± nan<br>0.100 · {cells[0]['text_kl']:.3f} |" in text
+    assert f"| {page.link('keydiff, uniform heads')} | **1.00** ± nan<br>0.100 · {cells[0]['text_kl']:.3f} |" in text
     assert f"| {page.link('streaming')} | **0.93** ± nan<br>0.400 · {cells[3]['text_kl']:.3f} |" in text
     assert f"answers is {(0.2 / 0.1 * 0.4 / 0.3) ** 0.5:.2f} times" in text
     monkeypatch.setattr(page, "LEAST", 41)

@@ -60,5 +60,4 @@ def asked(bench):
 def test_the_page_is_what_the_results_give():
     results = page.load(command.ROOT / command.RESULTS)
     assert results.keys() <= {one.name for one in MEASURED}
-    written = (command.ROOT / command.PAGE).read_text()
-    assert written == page.render(command.ROWS, results, "pictures/papers")
+    assert (command.ROOT / command.PAGE).read_text() == page.render(command.ROWS, results, "pictures/papers")

@@ -68,8 +68,7 @@ def threads():
 )
 @torch.no_grad()
 def test_stepping_and_generating_give_the_same_tokens(case):
-    model = models.build(case.model, CPU, torch.float32)
-    contender = contenders.CONTENDERS[case.contender](model, case)
+    contender = contenders.CONTENDERS[case.contender](models.build(case.model, CPU, torch.float32), case)
     ids = models.prompt(case.model, case.batch, case.context, CPU)
     want = contender.generate(ids, case.new)[:, case.context :]
     cache = contender.new(case.context)
@@ -167,5 +166,4 @@ def test_pages_say_what_was_measured():
     files = report.read(RESULTS)
     page, readme = ((ROOT / name).read_text() for name in (speed_report.PAGE, "README.md"))
     assert tables.between(page, speed_report.BEGIN, speed_report.END) == speed_report.section(files)
-    marks = speed_report.FRONT_BEGIN, speed_report.FRONT_END
-    assert tables.between(readme, *marks) == speed_report.front(files)
+    assert tables.between(readme, speed_report.FRONT_BEGIN, speed_report.FRONT_END) == speed_report.front(files)

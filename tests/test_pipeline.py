@@ -52,8 +52,7 @@ def test_a_call_may_say_more_than_the_pipeline(parts):
         plain = made(parts)
         assert plain(context=context, question="What?", max_new_tokens=2) == few
         plain(context=context, question="What?", max_new_tokens=2, policy="knorm", budget=64)
-        config = vars(parts[0])["_fastkv_config"]
-        assert config.policy.name == "streaming", "a model that was patched stays as it was"
+        assert vars(parts[0])["_fastkv_config"].policy.name == "streaming", "a model that was patched stays as it was"
 
 
 def test_arguments_of_a_call_are_added_to_those_of_the_pipeline(parts, monkeypatch):
@@ -64,15 +63,13 @@ def test_arguments_of_a_call_are_added_to_those_of_the_pipeline(parts, monkeypat
 
 
 def test_a_plain_prompt(parts):
-    model, tokenizer, _ = parts
-    text = "the river and the hill"
+    (model, tokenizer, _), text = parts, "the river and the hill"
     ids = tokenizer(text, return_tensors="pt").input_ids
     with fastkv.patched(model, "keydiff", 64):
         written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
     want = text + tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
     assert made(parts, policy="keydiff", budget=64)(text, max_new_tokens=5) == {"generated_text": want}
-    both = made(parts, policy="keydiff", budget=64)([text, text], max_new_tokens=5)
-    assert both == [{"generated_text": want}] * 2
+    assert made(parts, policy="keydiff", budget=64)([text, text], max_new_tokens=5) == [{"generated_text": want}] * 2
 
 
 def test_an_answer_ends_where_the_model_says(parts, monkeypatch):

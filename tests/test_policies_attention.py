@@ -1,5 +1,6 @@
 """Policies that score by attention: each against float64 brute force, exact selections, and what all have in common."""
 
+import itertools
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -66,9 +67,8 @@ def by_position(signals, row, head, values):
 
 def agree(signals, scores, expected):
     """Scores equal expected(row, head) -> {position: score}."""
-    for row in range(signals.valid.shape[0]):
-        for head in range(HEADS):
-            assert by_position(signals, row, head, scores) == pytest.approx(expected(row, head), rel=1e-12, abs=1e-15)
+    for row, head in itertools.product(range(len(signals.valid)), range(HEADS)):
+        assert by_position(signals, row, head, scores) == pytest.approx(expected(row, head), rel=1e-12, abs=1e-15)
 
 
 # What all of them have in common
@@ -192,8 +192,7 @@ def test_pyramidkv_scores_like_snapkv_and_brings_a_pyramid(pool):
 
     agree(signals, scores, expected)
     assert torch.equal(scores, SnapKV(pool=pool).score(signals))
-    later = replace(signals, decoding=True)  # one by one
-    assert torch.equal(SnapKV(pool=pool).score(later), signals.attention)
+    assert torch.equal(SnapKV(pool=pool).score(replace(signals, decoding=True)), signals.attention)  # one by one
 
 
 def test_kvzip_remembers_the_largest_weight_and_scores_generated_tokens_by_attention():
@@ -237,28 +236,17 @@ def test_criticalkv_top_k_does_both_stages(first, num, tokens, seed):
     policy, base = CriticalKV(first=first), SnapKV().score(signals)
     scores, norms = policy.score(signals), output_norms(signals.values, signals.layer.output)
     expected = []
-    for row in range(B):
-        for head in range(HEADS):
-            real = by_position(signals, row, head, base)
-            effect = by_position(signals, row, head, norms)
-            won = sorted(real, key=lambda position: (-real[position], position))[: math.ceil(first * tokens)]
-            least = min(real.values(), default=0.0)
-            second = {p: (real[p] - least + 1e-4) * effect[p] for p in real if p not in won}
-            rest = sorted(second, key=lambda position: (-second[position], position))[: tokens - len(won)]
-            expected.append(sorted(won + rest))
-            got = by_position(signals, row, head, scores)
-            assert all(got[p] >= 2 for p in won) and all(0 <= got[p] <= 1 for p in second)
+    for row, head in itertools.product(range(B), range(HEADS)):
+        real = by_position(signals, row, head, base)
+        effect = by_position(signals, row, head, norms)
+        won = sorted(real, key=lambda position: (-real[position], position))[: math.ceil(first * tokens)]
+        least = min(real.values(), default=0.0)
+        second = {p: (real[p] - least + 1e-4) * effect[p] for p in real if p not in won}
+        rest = sorted(second, key=lambda position: (-second[position], position))[: tokens - len(won)]
+        expected.append(sorted(won + rest))
+        got = by_position(signals, row, head, scores)
+        assert all(got[p] >= 2 for p in won) and all(0 <= got[p] <= 1 for p in second)
     assert kept(scores, signals, tokens) == expected
-
-
-@pytest.fixture
-def pattern(tmp_path):
-    def write(text):
-        path = tmp_path / "full_attention_heads.tsv"
-        path.write_text(text)
-        return path
-
-    return write
 
 
 @pytest.mark.parametrize(
@@ -271,13 +259,16 @@ def pattern(tmp_path):
      ("0.1\t0.9\n0.5\t0.5\t0.5\n", "2 lines of 2 for this model, got 2 of 2 or 3")],
     ids=["none", "missing", "garbled", "nan", "empty", "lines", "columns"],
 )  # fmt: skip
-def test_duoattention_says_what_is_wrong_with_a_pattern(pattern, tmp_path, text, match):
-    path = "" if text is None else tmp_path / "nowhere.tsv" if text == "missing" else pattern(text)
-    raises(match, DuoAttention(pattern=path).check, [2, 2])
+def test_duoattention_says_what_is_wrong_with_a_pattern(tmp_path, text, match):
+    path = tmp_path / "nowhere.tsv"
+    if text not in (None, "missing"):
+        path.write_text(text)
+    raises(match, DuoAttention(pattern="" if text is None else path).check, [2, 2])
 
 
-def test_duoattention_reads_its_pattern_once(pattern):
-    path = pattern("1.0\t0.2\t0.5\n0.0\t0.0\t0.0\n")
+def test_duoattention_reads_its_pattern_once(tmp_path):
+    path = tmp_path / "pattern.tsv"
+    path.write_text("1.0\t0.2\t0.5\n0.0\t0.0\t0.0\n")
     policy = DuoAttention(pattern=str(path))
     policy.check([3, 3])
     path.unlink()

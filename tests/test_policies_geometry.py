@@ -151,9 +151,8 @@ def brute_manifold(keys, window, metric):
     out = []
     for i, k in enumerate(keys):
         near = keys[i // window * window :][:window]
-        gap = k - sum(near) / len(near)
         mean = sum(near) / len(near)
-        norms = max(float(k.norm() * mean.norm()), 1e-12)
+        gap, norms = k - mean, max(float(k.norm() * mean.norm()), 1e-12)
         value = {"l2": gap.norm(), "l1": gap.abs().sum(), "linf": gap.abs().max(), "cosine": 1 - k @ mean / norms}
         out.append(value[metric])
     return torch.stack(out)
@@ -274,8 +273,7 @@ def test_a_block_is_remembered_and_what_was_known_stays():
     memory = policy.remember(signals)
     assert torch.equal(memory[..., :9].nan_to_num(-1), signals.memory[..., :9].nan_to_num(-1))
     assert (memory[..., 9:][signals.valid[..., 9:]] > 0).all() and (memory[..., 9:][~signals.valid[..., 9:]] == 0).all()
-    scores = policy.score(changed(signals, memory=memory))
-    assert scores[0, 0, 12] < 1e-30  # known to be worthless, not unknown
+    assert policy.score(changed(signals, memory=memory))[0, 0, 12] < 1e-30  # known to be worthless, not unknown
     later = changed(signals, memory=memory, queries=None, decoding=True)
     assert torch.equal(policy.remember(later).nan_to_num(-1), memory.nan_to_num(-1))
 
@@ -292,16 +290,13 @@ def test_a_constant_vector_has_z_0_also_with_rounding_noise(value):
 
 def test_fewer_tokens_than_columns_all_have_leverage_1_and_the_ridge_does_not_show():
     signals = made(held=2, new=4, batch=1, pads=(0,), holes=(0,))
-    attention = scored(NonCausal(), signals)
-    assert torch.equal(scored(Compactor(sketch=None), signals), z_scores(attention, signals.valid))
+    assert torch.equal(scored(Compactor(sketch=None), signals), z_scores(scored(NonCausal(), signals), signals.valid))
 
 
 ROPE = {
-    "default": {},
-    "linear": {"factor": 2.0},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 128},
+    "default": {}, "linear": {"factor": 2.0}, "yarn": {"factor": 4.0, "original_max_position_embeddings": 128},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ROPE)
@@ -315,5 +310,4 @@ def test_keys_of_llama_are_unrotated(kind):
     _, rotated = modeling_llama.apply_rotary_pos_emb(keys, keys, cos, sin)
     assert not torch.allclose(rotated, keys, atol=0.1)
     signals = changed(made(), keys=rotated, positions=position[:, None].expand(-1, 2, -1).int())
-    back = changed(signals, rotary=rotations(model, [1])[1]).pre_rope_keys
-    torch.testing.assert_close(back, keys)
+    torch.testing.assert_close(changed(signals, rotary=rotations(model, [1])[1]).pre_rope_keys, keys)

@@ -37,8 +37,7 @@ def signals_of(decoding=False, seed=0, tokens=TOKENS, **options):
     alike = randn(1, HEADS, 3, DIM, seed=seed + 5)[:, :, torch.arange(signals.keys.shape[2]) % 3]
     attention = randn(*signals.valid.shape, seed=seed + 6).softmax(-1)
     mean = randn(HEADS * GROUP, DIM, seed=seed + 7)
-    excess = randn(HEADS * GROUP, DIM // 2, seed=seed + 8).abs()
-    known = policies.QueryStatistics(mean.float(), excess.float())
+    known = policies.QueryStatistics(mean.float(), randn(HEADS * GROUP, DIM // 2, seed=seed + 8).abs().float())
     attention = torch.where(signals.valid, attention, NAN)
     return changed(signals, keys=signals.keys + alike, tokens=tokens, attention=attention, query_statistics=known)
 
@@ -66,8 +65,7 @@ def brute_lag(policy, signals, b, h, index):
 
 
 def brute_redundancy(policy, signals, b, h, index):
-    keys = signals.keys[b, h]
-    column = dict.fromkeys(index, 0.0)
+    keys, column = signals.keys[b, h], dict.fromkeys(index, 0.0)
     for j in index:
         cosine = {i: float(keys[j] @ keys[i] / keys[j].norm() / keys[i].norm()) for i in index if i != j}
         alike = [i for i in index if i != j and cosine[i] > policy.threshold]

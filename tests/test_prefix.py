@@ -43,10 +43,8 @@ def test_padding_and_adaptive_heads():
     model, (ids, mask) = build(), prompt(2, 60, (0, 19))
     cache = stock(model, ids, mask)
     for heads in ("uniform", "adaptive"):
-        budget = small(heads=heads)
-        made = fastkv.compress(cache, model, "knorm", budget, evict_every=EVERY, attention_mask=mask)
-        read = model(ids, attention_mask=mask).past_key_values
-        for mine, theirs in zip(made.layers, read.layers):
+        made = fastkv.compress(cache, model, "knorm", small(heads=heads), evict_every=EVERY, attention_mask=mask)
+        for mine, theirs in zip(made.layers, model(ids, attention_mask=mask).past_key_values.layers):
             assert torch.equal(mine.state.stored, theirs.state.stored)
             assert torch.equal(mine.state.seen, theirs.state.seen)
             torch.testing.assert_close(mine.state.exact["keys"], theirs.state.exact["keys"])
@@ -56,11 +54,8 @@ def test_padding_and_adaptive_heads():
 def test_padding_where_positions_matter(options):
     """Without a mask the model counts padding, and keys are turned by what it counts."""
     model, (ids, mask) = build(), prompt(2, 60, (0, 19))
-    given = {"vector": mapping(model)} if "correction" in options else {}
-    said = "whether padding was counted"
-    raises(
-        said, fastkv.compress, stock(model, ids, mask), model, budget=small(), attention_mask=mask, **options, **given
-    )
+    given = {"budget": small(), "attention_mask": mask, "vector": mapping(model) if "correction" in options else None}
+    raises("whether padding was counted", fastkv.compress, stock(model, ids, mask), model, **options, **given)
     assert "_fastkv_config" not in vars(model)
 
 

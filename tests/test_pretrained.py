@@ -100,8 +100,7 @@ def test_nothing_is_left_half_written(error, home, monkeypatch):
 
 def test_who_is_faster_wins(home, monkeypatch):
     """Two processes at once: the second finds the directory there when it is done."""
-    path = pretrained.packed()
-    made = pretrained.unpacked()
+    path, made = pretrained.packed(), pretrained.unpacked()
     before = (made / pretrained.WEIGHTS).stat().st_mtime_ns
     pretrained.unpack(path, made)
     assert (made / pretrained.WEIGHTS).stat().st_mtime_ns == before and list(home.iterdir()) == [made]

@@ -89,8 +89,7 @@ def attention_of(q, tokens, gone, scale, softcap, order, value_dim=DV):
 def pairs(num, generator, dtype=F64):
     """`num` random (key [D], value [DV])."""
     keys = torch.randn(num, D, generator=generator, dtype=F64).to(dtype)
-    values = torch.randn(num, DV, generator=generator, dtype=F64).to(dtype) - 1
-    return list(zip(keys, values))
+    return list(zip(keys, torch.randn(num, DV, generator=generator, dtype=F64).to(dtype) - 1))
 
 
 def rows_of(tokens, width, fill, dtype=F64):
@@ -159,8 +158,7 @@ def test_select_keeps_the_best(batch, heads, seed, num, tokens):
 @example(batch=1, heads=1, seed=1, sinks=0, recent=0, more=2, share=0.3, places=16)  # a share of a token
 def test_a_layer_keeps_the_best(kind, batch, heads, seed, sinks, recent, more, share, places):
     """Protection, per-head budgets and the competition of heads, for slots of which any may be empty."""
-    rng = random.Random(seed)
-    least = max(sinks + recent, 1)
+    rng, least = random.Random(seed), max(sinks + recent, 1)
     tokens = [least + (rng.randrange(more + 1) if kind == "fixed" else more) for _ in range(heads)]
     config = Config(KeyDiff(sliding_window=share), Budget(tokens=least, sinks=sinks, recent=recent))
     layout = Layout(tuple(tokens), NONE, adaptive=kind == "adaptive")
@@ -182,13 +180,9 @@ def test_a_layer_keeps_the_best(kind, batch, heads, seed, sinks, recent, more, s
 
     window = min(max(recent, math.ceil(share * (sum(tokens) // heads))), min(tokens) - sinks)
     for b in range(batch):
+        there, first = [[(i, p) for i, p in enumerate(own) if p is not None] for own in at[b]], seen[b] - window
         candidates = [
-            [
-                (p < sinks or p >= seen[b] - window, scores[b][h][i], (p, h), (h, i))
-                for i, p in enumerate(at[b][h])
-                if p is not None
-            ]
-            for h in range(heads)
+            [(p < sinks or p >= first, scores[b][h][i], (p, h), (h, i)) for i, p in there[h]] for h in range(heads)
         ]
         if kind == "adaptive":
             floor = max(-(-tokens[0] // 5), sinks + window)
@@ -217,14 +211,11 @@ def test_compact_conserves_every_token(batch, heads, seed, slots, new, order):
     places = grid(batch, heads, lambda b, h: rng.sample(range(20), slots))
     new_places = [[list(range(20 - pads[b], 20 - pads[b] + new))] * heads for b in range(batch)]
     positions = torch.tensor(places).int()
-    candidates = grid(
-        batch,
-        heads,
-        lambda b, h: (
-            [(i, places[b][h][i], held[b][h][i]) for i in range(lengths[b][h])]
-            + [(used + i, new_places[b][h][i], block[b][h][i]) for i in range(pads[b], new)]
-        ),
+    old = grid(batch, heads, lambda b, h: [(i, places[b][h][i], held[b][h][i]) for i in range(lengths[b][h])])
+    fresh = grid(
+        batch, heads, lambda b, h: list(zip(range(used, used + new), new_places[b][h], block[b][h]))[pads[b] :]
     )
+    candidates = grid(batch, heads, lambda b, h: old[b][h] + fresh[b][h])
     valid = torch.zeros(batch, heads, used + new, dtype=torch.bool)
     kept = torch.zeros_like(valid)
     stay = grid(batch, heads, lambda b, h: [])
@@ -286,9 +277,8 @@ def test_decoding_is_softmax_over_all_tokens(step, ragged, batch, heads, seed, g
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     rooms = grid(batch, heads, lambda b, h: rng.randint(1, 6) if ragged else 6)
     free = int(step)
-    lengths = grid(
-        batch, heads, lambda b, h: rng.choice([0, 1 - free, rooms[b][h] - free, rng.randint(0, rooms[b][h] - free)])
-    )
+    most = grid(batch, heads, lambda b, h: rooms[b][h] - free)
+    lengths = grid(batch, heads, lambda b, h: rng.choice([0, 1 - free, most[b][h], rng.randint(0, most[b][h])]))
     held = grid(batch, heads, lambda b, h: pairs(lengths[b][h], generator))
     gone, moments = evicted_before(batch, heads, rng, generator, 1)
     # Only a step may rely on finite numbers in free slots.
@@ -391,8 +381,7 @@ def test_layers_share_the_budget_exactly(average, num_layers, sinks, recent, kin
     except FastKVError:
         assert min(ideal) < least + 1
         return
-    assert sum(got) == average * num_layers
-    assert min(got) >= least
+    assert sum(got) == average * num_layers and min(got) >= least
     assert all(abs(tokens - exact) <= 1 + 1e-9 for tokens, exact in zip(got, ideal))
 
 
@@ -405,8 +394,7 @@ def test_layers_share_the_budget_exactly(average, num_layers, sinks, recent, kin
     slope=st.booleans(),
 )  # fmt: skip
 def test_bytes_are_never_exceeded(total, num_layers, heads, dim, dtype, name, sharing, layers, every, slope):
-    """Of states as they are allocated, with all that a policy makes them hold; one token more would not fit, of layers
-    that share unequally up to a centroid."""
+    """Of states with all that a policy makes them hold; a token more does not fit, of unequal layers but a centroid."""
     layers = layers if isinstance(layers, str) else layers[:num_layers]
     budget = Budget(bytes=total, sinks=1, recent=2, heads=sharing, layers=layers)
     given = {"correction": corrections.get("centroids")} if name == "fastkv" else {}

@@ -80,10 +80,9 @@ def test_decoding_equals_that_on_equal_slots(backend, step, keyless, owned, orde
     state, spec = in_slab(equal, owned, without), make_spec(SCALE, softcap, order, backend=backend)
     wide = copied(state)
     wide.exact.limit = wide.exact.filled = wide.exact.keys.shape[1]
+    given = (q, k, v) if step else (q, None, None)
     with splits(parts):
-        expected, got, unbounded = (
-            ops.decode_step(q, *((k, v) if step else (None, None)), one, spec) for one in (equal, state, wide)
-        )
+        expected, got, unbounded = (ops.decode_step(*given, one, spec) for one in (equal, state, wide))
     error = 1e-6 if backend == "triton" and parts > 1 else 0
     same = in_slab(equal, owned, without)
     received = zip((tier.attention for tier in state.tiers.values()), (tier.attention for tier in same.tiers.values()))
@@ -138,8 +137,7 @@ def test_a_full_head_stores_nothing(backend):
     for b, h, slot in ((0, 2, 7), (1, 1, 1)):
         before[0][b, slot], before[1][b, slot], before[2][b, slot] = k[b, h, 0], v[b, h, 0], 11
     assert all(map(torch.equal, slabs, before))
-    assert lengths.tolist() == [[4, 2, 2], [1, 1, 2]]
-    assert seen.tolist() == [12, 12]
+    assert lengths.tolist() == [[4, 2, 2], [1, 1, 2]] and seen.tolist() == [12, 12]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -187,8 +185,7 @@ def test_a_first_block_fills_empty_stretches(backend, order):
     recent=st.integers(0, 6), order=st.sampled_from([None, 0, 1]), seed=st.integers(0, 2**31),
 )  # fmt: skip
 def test_evict_conserves_every_token(backend, owned, slab, drop, wide, sinks, recent, order, seed):
-    """The best of each head stay, so many below what it owns or, of equal heads, below the slots there are; the others
-    join its moments."""
+    """The best of each stay, so many below what it owns or, of equal heads, all slots; the others join the moments."""
     torch.manual_seed(seed)
     batch, most = len(owned), max(map(max, owned))
     span = most + 20

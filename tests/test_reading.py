@@ -49,13 +49,10 @@ def test_compressed_is_what_the_model_makes(model, reading, policy, settings):
     same(model, reading.compressed(policy, **settings), model(reading.ids).past_key_values)
 
 
-def test_logits_are_the_stock_models(model, reading):
+def test_full_is_the_stock_cache(model, reading):
+    """And logits are the stock model's."""
     fastkv.unpatch(model)
     assert torch.equal(reading.logits, model(reading.ids, logits_to_keep=1).logits[0, -1].float())
-
-
-def test_full_is_the_stock_cache(model, reading):
-    fastkv.unpatch(model)
     cache, other = reading.full(), read(model, reading.ids)
     assert cache.get_seq_length() == 150 and len(cache.layers) == len(other.layers)
     for own, stock in zip(cache.layers, other.layers):

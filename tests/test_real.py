@@ -10,10 +10,7 @@ from fastkv.lab.pretrained import load
 from perf.leaderboard import measure, samples
 
 pytestmark = pytest.mark.real
-FLOORS = {  # of half the tokens, whole and right: a wrong score falls through
-    "kvzip": (2, 0.15),
-    "compactor": (1, 0.4),
-}
+FLOORS = {"kvzip": (2, 0.15), "compactor": (1, 0.4)}  # of half the tokens, whole and right: a wrong score falls through
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +78,7 @@ def test_what_is_known_is_what_calibration_finds(loaded):
     """Another processor may draw other texts; the shares belong to the model."""
     known, found = calibrate.known_shares(loaded[0]), calibrate.calibrate_heads(loaded[0])
     for keep in (0.5, 0.25, 0.125, 0.0625):
-        both = torch.stack([known.shares(keep).flatten(), found.shares(keep).flatten()])
-        assert torch.corrcoef(both)[0, 1] > 0.95
+        assert torch.corrcoef(torch.stack([known.shares(keep).flatten(), found.shares(keep).flatten()]))[0, 1] > 0.95
 
 
 def test_rulers_tasks_end_before_the_question_and_their_reply_begins(loaded):

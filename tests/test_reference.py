@@ -72,13 +72,11 @@ def test_residual_is_what_the_affine_model_misses():
     state = moments_of(keys, values)
     expected = values - state.value_mean[:, :, None] - keys @ (0.3 * state.cross / 30)
     torch.testing.assert_close(moment_residual(keys, values, state, 0.3), expected.norm(dim=-1))
-    empty = Moments.empty(2, 3, 8, 6)
-    torch.testing.assert_close(moment_residual(keys, values, empty, 0.3), values.norm(dim=-1))
+    torch.testing.assert_close(moment_residual(keys, values, Moments.empty(2, 3, 8, 6), 0.3), values.norm(dim=-1))
 
 
 def test_keydiff_in_bf16_does_not_tie():
-    keys = (randn(1, 1, 300, 64) + 3).bfloat16()
-    scores = keydiff_scores(keys)
+    scores = keydiff_scores((randn(1, 1, 300, 64) + 3).bfloat16())
     # In bf16 there would be a dozen values for all of them; in fp32 two of 300 so close together may meet by chance.
     assert scores.dtype == torch.float32 and len(scores.unique()) >= 298
 
@@ -114,8 +112,7 @@ def test_random_depends_on_seed_layer_head_and_position_only():
     assert torch.equal(scores[:1, :, 100:200], random_scores(positions[:1, :, 100:200], seed=1, stream=2))
     others = [random_scores(positions, seed=2, stream=2), random_scores(positions, seed=1, stream=3)]
     for other in [*others, scores.roll(1, dims=1)]:
-        correlation = torch.corrcoef(torch.stack([scores[0].flatten(), other[0].flatten()]))[0, 1]
-        assert abs(float(correlation)) < 0.1
+        assert abs(float(torch.corrcoef(torch.stack([scores[0].flatten(), other[0].flatten()]))[0, 1])) < 0.1
     assert 0 <= float(scores.min()) and float(scores.max()) < 1
     counts = torch.histc(scores[0, 0], 10, 0, 1)
     assert float(counts.min()) > 60 and float(counts.max()) < 140

@@ -39,8 +39,7 @@ def test_one_centroid_is_the_mean(softcap):
     slope = 1 if softcap is None else 1 - torch.tanh(logit / softcap) ** 2
     sigma = (keys - keys.mean(2, keepdim=True)).square().mean((2, 3)).sqrt().repeat_interleave(2, 1)[..., None]
     mass = mass + (0.3 * slope * queries().norm(dim=-1) * sigma).cosh().log()
-    found = centroid_estimate(queries(), empty(1).add(keys, values), 0.3, softcap)
-    torch.testing.assert_close(found, (value, mass))
+    torch.testing.assert_close(centroid_estimate(queries(), empty(1).add(keys, values), 0.3, softcap), (value, mass))
 
 
 def symmetric(num, seed, axis):
@@ -122,9 +121,8 @@ def test_tokens_join_their_nearest_seed():
     keys, values = pairs(45)
     sizes = torch.tensor([[45, 33, 24], [13, 12, 0]])
     tokens = torch.arange(45) < sizes[..., None]
-    found = Centroids(
-        tokens.double(), *(rows * tokens[..., None] for rows in (keys, values)), tokens.double() * 0
-    ).thinned(12)
+    held = (rows * tokens[..., None] for rows in (keys, values))
+    found = Centroids(tokens.double(), *held, tokens.double() * 0).thinned(12)
     assert found.num == 12
     for row, head in itertools.product(range(2), range(3)):
         size = int(sizes[row, head])
@@ -136,10 +134,8 @@ def test_tokens_join_their_nearest_seed():
             means = [[rows[part].mean(0) for rows in (k, v)] for part in parts]
             parts = [[seed] for seed in seeds]
             for token in sorted({*range(size)} - {*seeds}):
-                far = [
-                    sum((rows[token] - own).square().sum() / unit for rows, own, unit in zip((k, v), mean, units))
-                    for mean in means
-                ]
+                own = k[token], v[token]
+                far = [sum((x - m).square().sum() / unit for x, m, unit in zip(own, mean, units)) for mean in means]
                 parts[min(range(len(seeds)), key=far.__getitem__)].append(token)
         assert found.count[row, head].tolist() == [float(len(part)) for part in parts] + [0.0] * (12 - len(parts))
         for place, part in enumerate(parts):

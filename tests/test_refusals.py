@@ -40,13 +40,6 @@ def test_bad_arguments(case):
     assert snapshot(model) == before
 
 
-def test_a_failed_repatch_keeps_the_old_patch():
-    model = fastkv.patch(build(), "keydiff", budget=Budget(tokens=20, sinks=2, recent=4))
-    before = snapshot(model)
-    raises("unknown policy", fastkv.patch, model, "nothing")
-    assert snapshot(model) == before
-
-
 BUDGETS = {
     "nothing given": ({}, "exactly one of tokens, keep, bytes, compress, quality, got none"),
     "two units": ({"tokens": 64, "keep": 0.5}, "tokens and keep"),
@@ -184,14 +177,6 @@ def test_a_cache_keeps_a_row():
     assert len(cache.stored(0)) == 3
 
 
-def test_crop_of_more_than_was_recorded():
-    model = fastkv.patch(build(), budget=64)
-    cache = model(prompt(1, 50, (0,))[0]).past_key_values
-    cache.layers[0].activate_past_recording()
-    model(prompt(1, 4, (0,))[0], past_key_values=cache)
-    raises("cannot roll back 5 tokens", cache.crop, -5)
-
-
 def test_caches_need_a_patched_model_and_a_compressed_layer():
     raises("needs a patched model", fastkv.FastKVCache, build())
     cache = fastkv.FastKVCache(fastkv.patch(build("gemma3"), budget=64))
@@ -206,16 +191,26 @@ def with_assistant(model, ids):
     generate(model, ids, assistant_model=fastkv.patch(build(), budget=64))
 
 
+def with_drafts(model, ids):
+    """Into a cache that the user brought: what is taken back of its prompt would stay in it."""
+    generate(model, ids.repeat(1, 2), past_key_values=fastkv.FastKVCache(model), prompt_lookup_num_tokens=3)
+
+
 def generating(**options):
     return lambda model, ids: generate(model, ids, **options)
 
 
-def with_two_crops(model, ids):
-    cache = model(ids).past_key_values
-    cache.activate_past_recording()
-    model(ids[:, :4], past_key_values=cache)
-    cache.crop(-1)
-    cache.crop(-1)
+def with_crops(*crops):
+    """A use of what may be rolled back by four tokens."""
+
+    def use(model, ids):
+        cache = model(ids).past_key_values
+        cache.activate_past_recording()
+        model(ids[:, :4], past_key_values=cache)
+        for crop in crops:
+            cache.crop(crop)
+
+    return use
 
 
 def with_gradients(model, ids):
@@ -259,7 +254,10 @@ USES = {
                                                           attention_mask=torch.ones(1, 1)), "for the 50 before them"),
     "chunks and a share": ({"budget": Budget(keep=0.5)}, CHUNKS, "prefill_chunk_size hands a prompt over"),
     "chunks and kvzip": ({"policy": "kvzip"}, CHUNKS, "prefill_chunk_size hands a prompt over in parts"),
-    "crop after a crop": ({}, with_two_crops, "cannot be cropped because evicted pairs are gone"),
+    "crop after a crop": ({}, with_crops(-1, -1), "cannot be cropped because evicted pairs are gone"),
+    "crop of more than was recorded": ({}, with_crops(-5), "cannot roll back 5 tokens"),
+    "another patch": ({}, lambda model, ids: fastkv.patch(model, "nothing"), "unknown policy"),
+    "drafts for a cache of kvzip": ({"policy": "kvzip"}, with_drafts, "cannot be cropped"),
     "gradients": ({"prefill_block": 16}, with_gradients, "has no gradient; read the prompt whole"),
     "4-D mask and blocks": ({"prefill_block": 16}, with_prepared_mask, "needs a 2-D padding mask"),
     "4-D mask and kvzip": ({"policy": "kvzip"}, with_prepared_mask, "needs a 2-D padding mask"),
@@ -285,8 +283,7 @@ def test_refused_uses_leave_the_model_as_it_was(use):
     ids, _ = prompt(1, 50, (0,))
     before, tokens = snapshot(model), generate(model, ids)
     raises(expected, attempt, model, ids)
-    assert snapshot(model) == before
-    assert torch.equal(generate(model, ids), tokens)
+    assert snapshot(model) == before and torch.equal(generate(model, ids), tokens)
 
 
 def test_caches_of_inference_mode_stay_in_it():
@@ -317,8 +314,7 @@ def test_an_unpatched_model_can_be_pickled():
 
 
 def test_a_wrapper_is_refused_and_what_it_wraps_is_not():
-    model = torch.compile(build(), backend="eager")
-    raises("got a OptimizedModule around it", fastkv.patch, model, budget=64)
+    raises("got a OptimizedModule around it", fastkv.patch, torch.compile(build(), backend="eager"), budget=64)
 
 
 def test_a_dtype_that_came_after_the_patch():
@@ -330,13 +326,6 @@ def test_windows_of_a_static_cache_cannot_take_tokens_back():
     model, (ids, _) = fastkv.patch(build("gemma3"), "keydiff", 64), prompt(1, 50, (0,))
     drafts = {"past_key_values": fastkv.FastKVCache(model, static=True), "prompt_lookup_num_tokens": 3}
     raises("make a FastKVCache.model, static=False.", generate, model, ids, **drafts)
-
-
-def test_drafts_for_a_cache_that_compresses_at_once():
-    """A cache that the user brought; what is taken back of its prompt would stay in it."""
-    model, (ids, _) = fastkv.patch(build(), "kvzip", Budget(tokens=20, sinks=2, recent=4)), prompt(1, 50, (0,))
-    cache = fastkv.FastKVCache(model)
-    raises("cannot be cropped", generate, model, ids.repeat(1, 2), past_key_values=cache, prompt_lookup_num_tokens=3)
 
 
 def test_a_tuple_of_blocks():
@@ -352,7 +341,6 @@ def test_second_readings_with_gradients_on(name):
     model, (ids, _) = build(name, "eager" if name == "gemma2" else None), prompt(1, 50, (0,))
     fastkv.patch(model, "kvzip", Budget(tokens=20, sinks=2, recent=4))
     with torch.enable_grad():
-        cache = model(ids).past_key_values
-        given = model(ids[:, :1], past_key_values=cache).logits
+        given = model(ids[:, :1], past_key_values=model(ids).past_key_values).logits
     with torch.no_grad():
         assert torch.equal(model(ids[:, :1], past_key_values=model(ids).past_key_values).logits, given)

@@ -26,8 +26,7 @@ def made(pads=(0, 7)):
     valid = torch.arange(NUM) >= torch.tensor(pads)[:, None, None].expand(-1, HEADS, 1)
     attention, positions = torch.rand(2, HEADS, NUM, generator=generator), (valid.cumsum(-1) - 1).int()
     given = {"positions": positions, "moments": Moments.empty(2, HEADS, DIM, DIM), "attention": attention}
-    signals = make_signals(SCALE, keys=keys, values=values + 2, valid=valid, **given)
-    return signals, valid[:, 0].sum(-1)
+    return make_signals(SCALE, keys=keys, values=values + 2, valid=valid, **given), valid[:, 0].sum(-1)
 
 
 def rule_of(policy, tokens=(KEEP, KEEP), heads="uniform"):
@@ -61,22 +60,19 @@ def sets(kept):
 
 @pytest.mark.parametrize("tokens", [(KEEP, KEEP), (9, 15)], ids=["equal", "unequal"])
 def test_as_many_rounds_as_tokens_leave_are_one_token_at_a_time(tokens):
-    policy = MomentKV(chunk=1, rounds=NUM)
-    signals, seen = made()
+    policy, (signals, seen) = MomentKV(chunk=1, rounds=NUM), made()
     rule = rule_of(policy, tokens)
     guard = protected(signals, seen, rule)
     kept = keep_in_rounds(signals, policy.score(signals), guard, rule).kept
     wanted = [[one_by_one(signals, seen, row, head, tokens[head]) for head in range(HEADS)] for row in range(2)]
     assert sets(kept) == wanted
-    once = keep_best(signals, policy.score(signals), guard, rule).kept
-    assert sets(once) != wanted
+    assert sets(keep_best(signals, policy.score(signals), guard, rule).kept) != wanted
     assert (signals.moments.count == 0).all()
 
 
 @pytest.mark.parametrize("rounds, heads", [(2, "adaptive"), (3, "uniform"), (7, "adaptive")])
 def test_rounds_keep_the_budget_and_each_row_for_itself(heads, rounds):
-    policy = MomentKV(chunk=2, rounds=rounds)
-    signals, seen = made()
+    policy, (signals, seen) = MomentKV(chunk=2, rounds=rounds), made()
     rule = rule_of(policy, heads=heads)
     kept = keep_in_rounds(signals, policy.score(signals), protected(signals, seen, rule), rule).kept
     assert (kept & ~signals.valid).sum() == 0

@@ -1,5 +1,4 @@
-"""A batch may live in any rows of a state whose tensors are views of pages: every operation does there what it does to
-the rows by themselves, and touches no others."""
+"""A batch may live in any rows of pages: an operation does there what it does to the rows alone, and to no others."""
 
 import copy
 from dataclasses import replace
@@ -114,8 +113,7 @@ def test_a_cpu_s_steps_copy_no_rows(name, rows, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(LayerState, "taken", None)
         found = getattr(ops, name.split()[0])(*(placed if one is state else one for one in arguments))
-    expected = getattr(ops, name.split()[0])(*arguments)
-    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(found, getattr(ops, name.split()[0])(*arguments), **CLOSE)
     theirs = dict(state.named_tensors())
     for key, mine in placed.taken().named_tensors():
         torch.testing.assert_close(mine, theirs[key], **CLOSE, msg=f"{key} differs")
@@ -185,8 +183,7 @@ def test_pages_may_be_far_apart(dtype, index):
 
 def test_pages_that_kernels_cannot_address_are_refused():
     arguments = batch_of("decode_step", "triton")
-    state = state_of(arguments)
-    placed = in_pages(state, ROWS, PAGES)
+    placed = in_pages(state_of(arguments), ROWS, PAGES)
     arguments[3] = placed
     for name, tensor in (
         ("attention", placed.exact.attention.contiguous()),  # a copy, whose rows are not a page apart
@@ -202,8 +199,7 @@ def test_pages_that_kernels_cannot_address_are_refused():
 @pytest.mark.parametrize("name", ["decode_step", "compact"])
 def test_operators_with_rows_pass_opcheck(name):
     operator, pieces, found = flattened(name, "auto")
-    placed = in_pages(found[0], [2], 3)
-    old, new = (flat_state(state) for state in (found[0], placed))
+    old, new = (flat_state(state) for state in (found[0], in_pages(found[0], [2], 3)))
     start = next(i for i, piece in enumerate(pieces) if isinstance(piece, list) and piece and piece[0] is old[0][0])
     pieces[start : start + len(old)] = new
     torch.library.opcheck(operator.default, tuple(pieces), test_utils=("test_schema", "test_faketensor"))
@@ -225,8 +221,7 @@ def test_pages_are_aligned_and_disjoint():
 @pytest.mark.parametrize("slots", ["model", "int4"])
 @pytest.mark.parametrize("tokens", [(6, 6), (5, 9)])
 def test_copies_of_rows(tokens, slots):
-    """One launch copies the bits that torch would, and puts them back; of unequal heads, those of their own slots. And
-    so do those that take and bring tokens."""
+    """One launch copies the bits that torch would, and back, of heads' own slots; so do those that bring tokens."""
     known = dict(mean=7, spare=3, attention=True, memory=True, format=FORMATS[slots])
     like = torch.empty(1, 2, 0, 32, dtype=torch.bfloat16)
     form = PageFormat.of(Layout(tokens, fastkv.corrections.get("centroids"), **known).allocate(like, like))

@@ -115,9 +115,8 @@ def test_haystacks_are_of_their_kind():
 def test_needle_is_at_the_stated_depth(task, depth):
     sample = ruler.generate(task, by_words, 1600, seed=5, depth=depth)
     between = "\n" if task in ("niah_single_1", "niah_multikey_2", "niah_multikey_3") else " "
-    others = sample.context
     for needle in sample.metadata["needles"]:
-        assert others.count(needle) == 1
+        assert sample.context.count(needle) == 1
     asked = [n for n in sample.metadata["needles"] if any(answer in n for answer in sample.answers)]
     before = sample.context[: sample.context.index(asked[0])]
     for needle in sample.metadata["needles"]:
@@ -141,11 +140,9 @@ def test_variable_tracking():
                 _, name, _, given = line.split()
                 held[name] = held.get(given, given)
         assert tuple(held) == sample.answers and set(held.values()) == {value} and len(held) == 5
-        counts = [sample.context.count(name) for name in sample.answers]
-        assert counts == [2, 2, 2, 2, 1]
+        assert [sample.context.count(name) for name in sample.answers] == [2, 2, 2, 2, 1]
         for needle, depth in zip(sample.metadata["needles"], sample.metadata["depths"]):
-            before = lines[: lines.index(needle)]
-            assert before.count(NOISE) == round(depth * sample.metadata["units"])
+            assert lines[: lines.index(needle)].count(NOISE) == round(depth * sample.metadata["units"])
         example = sample.prompt.replace(sample.context, "").replace(sample.question, "")
         assert not any(name in example for name in sample.answers) and example.count("SET") == 5
 

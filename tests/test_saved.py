@@ -42,11 +42,9 @@ def read_prompt(model, new=10, cache=None):
 
 def go_on(model, cache, tokens, mask):
     """Logits of 6 decoded tokens, of a second prompt and of another token: evictions in every way there is."""
-    seen = []
-    mask = mask[:, : tokens.shape[1]]
+    seen, mask = [], mask[:, : tokens.shape[1]]
     word = tokens[:, -1:]
-    parts = [None] * 6 + [prompt(len(tokens), 23, (0, 0, 0), seed=5)[0], None]
-    for part in parts:
+    for part in [None] * 6 + [prompt(len(tokens), 23, (0, 0, 0), seed=5)[0], None]:
         word = word if part is None else part
         more = cache.get_seq_length() + word.shape[1] - mask.shape[1]
         mask = torch.cat([mask, mask.new_ones(len(mask), more)], 1)
@@ -63,9 +61,8 @@ def contents(cache):
         if index in compressed_layers(cache):
             state = layer.state
             found |= {f"{index}.{name}": tensor.clone() for name, tensor in state.named_tensors()}
-            slots = [state.exact] + ([] if state.approx is None else [state.approx])
-            steps = layer.cache.workspace.clock.now.steps
-            found[f"{index}"] = (layer.seen, steps, *((one.filled, one.limit) for one in slots))
+            slots = ((one.filled, one.limit) for one in state.tiers.values())
+            found[f"{index}"] = (layer.seen, layer.cache.workspace.clock.now.steps, *slots)
         else:
             found |= {f"{index}.keys": layer.keys.clone(), f"{index}.values": layer.values.clone()}
             found[f"{index}"] = (layer.get_seq_length(),)
@@ -105,8 +102,7 @@ def check_round_trip(model, path):
 
 @pytest.mark.parametrize("name", each(NAMES, often=("expected-attention", "triattention")))
 def test_every_policy(name, tmp_path):
-    model = fastkv.patch(build(), policy(name, tmp_path), small(), evict_every=EVERY)
-    check_round_trip(model, tmp_path / "cache")
+    check_round_trip(fastkv.patch(build(), policy(name, tmp_path), small(), evict_every=EVERY), tmp_path / "cache")
 
 
 MOMENTS = {"correction": "moments", "evict_every": EVERY}
@@ -125,9 +121,7 @@ SETTINGS = {  # how a model is made and patched
     **{f"{slots} {heads}": (WIDE, "snapkv", small(heads=heads), {"evict_every": EVERY, "slots": slots})
        for slots, heads in zip(("int8", "fp8", "int4", "k8v4"), ("adaptive", "uniform", "adaptive", "adaptive"))},
     "calibrated": (build, "keydiff", small(heads=shares_of(build())), {"evict_every": EVERY}),
-    "vector": (
-        build, "h2o", small(), {"vector": mapping(build(), r2=MIXED), **MOMENTS, "correction": "vector+moments"}
-    ),
+    "vector": (build, "h2o", small(), MOMENTS | {"vector": mapping(build(), r2=MIXED), "correction": "vector+moments"}),
     **{name: (partial(build, name), "keydiff", small(), MOMENTS) for name in ("gemma3", "qwen3_moe", "deepseek_v3")},
     **{f"{name} {dtype}": (lambda name=name, dtype=dtype: build(name).to(dtype), "h2o", small(), MOMENTS)
        for name, dtype in (("llama", torch.float16), ("gemma3", torch.bfloat16), ("llama", torch.float64))},
@@ -305,8 +299,7 @@ def test_forged_tensors(name, value, tmp_path):
 
 
 def test_other_models_and_settings(tmp_path):
-    model = build()
-    path = tmp_path / "cache"
+    model, path = build(), tmp_path / "cache"
     options = {"evict_every": EVERY, "correction": "moments"}
     fastkv.patch(model, "snapkv", small(), **options)
     read_prompt(model)[0].save(path)
@@ -321,9 +314,7 @@ def test_other_models_and_settings(tmp_path):
         "policy=snapkv, got policy=keydiff;": {"policy": "keydiff"},
         r"policy\.window=32, got policy\.window=16;": {"policy": policies.get("snapkv", window=16)},
         r"budget\.tokens=20, got budget\.tokens=24;": {"budget": small(tokens=24)},
-        r"budget\.recent=4, budget\.sinks=2, got budget\.recent=5, budget\.sinks=1;": {
-            "budget": small(sinks=1, recent=5)
-        },
+        "budget.recent=4, budget.sinks=2, got budget.recent=5, budget.sinks=1;": {"budget": small(sinks=1, recent=5)},
         r"budget\.heads=uniform, got budget\.heads=adaptive;": {"budget": small(heads="adaptive")},
         "correction=moments, got correction=mean;": {"correction": "mean"},
         "budget.heads": {"budget": small(heads=shares_of(model))},
@@ -339,14 +330,12 @@ def test_other_models_and_settings(tmp_path):
 
 
 def test_another_map_or_pattern_is_refused(tmp_path):
-    model = build()
-    path = tmp_path / "cache"
+    model, path = build(), tmp_path / "cache"
     options = {"correction": "vector", "evict_every": EVERY}
     fastkv.patch(model, "snapkv", small(), vector=mapping(model), **options)
     read_prompt(model)[0].save(path)
     refused(path, fastkv.patch(model, "snapkv", small(), vector=mapping(model), **options), "vector=.*, got vector=")
-    duo = policy("duoattention", tmp_path)
-    fastkv.patch(model, duo, small(), evict_every=EVERY)
+    fastkv.patch(model, policy("duoattention", tmp_path), small(), evict_every=EVERY)
     read_prompt(model)[0].save(path)
     moved = tmp_path / "moved.tsv"
     moved.write_bytes((tmp_path / "pattern.tsv").read_bytes())
@@ -392,8 +381,7 @@ cache.save(sys.argv[1])
 
 def test_a_kill_in_the_middle_leaves_the_old_file(tmp_path):
     """Killed with the new file safe on disk and not yet in place."""
-    path = tmp_path / "cache"
-    model = fastkv.patch(build(), "keydiff", small())
+    path, model = tmp_path / "cache", fastkv.patch(build(), "keydiff", small())
     read_prompt(model)[0].save(path)
     old = path.read_bytes()
     code, _, errors = run(KILLED, tmp_path / "process", str(path))

@@ -52,8 +52,7 @@ def test_massive_channels_hide_nothing():
     model = build("qwen2")
     for layer in model.model.layers:
         layer.self_attn.k_proj.bias.data[7] = 1000.0
-    found = rotations(model.to(torch.bfloat16), range(LAYERS))
-    assert all(rotary.frequencies.all() for rotary in found.values())
+    assert all(rotary.frequencies.all() for rotary in rotations(model.to(torch.bfloat16), range(LAYERS)).values())
 
 
 def test_latent_attention_turns_the_end_of_its_keys():
@@ -205,6 +204,6 @@ def test_vector_refuses_what_its_kernels_do_not_turn(kind, turned):
     model = tiny(kind)
     model.config.model_type = "llama"  # what is tested does not matter here
     before = snapshot(model)
-    with pytest.raises(FastKVError, match=f"dimensions are turned in halves, got {turned} in layer 0"):
-        fastkv.patch(model, "keydiff", 64, correction="vector", vector=mapping(model))
+    how = {"correction": "vector", "vector": mapping(model)}
+    raises(f"dimensions are turned in halves, got {turned} in layer 0", fastkv.patch, model, "keydiff", 64, **how)
     assert snapshot(model) == before

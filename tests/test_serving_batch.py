@@ -36,9 +36,7 @@ def placed(part):
 
 
 def described(sequences, device="cpu", named=True, padded=0):
-    """As vLLM describes a step. Sequences: (place in its table, page, prompt, tokens before, tokens now) of each.
-
-    padded: so many sequences without tokens."""
+    """As vLLM describes a step of (place in its table, page, prompt, tokens before, tokens now), padded with others."""
     counts = torch.tensor([now for *_, now in sequences] + [0] * padded)
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
     seen = torch.tensor([before + now for *_, before, now in sequences] + [0] * padded, dtype=torch.int32)
@@ -131,9 +129,8 @@ def test_batches_of_traffic(named):
             read = whole - (whole > BLOCK and whole % BLOCK == 1)
             due += [page] if before > read and (before - read) % EVERY == 0 else []
         assert got.due.tolist() == due
-        assert read_in(got) == [
-            (page, start, start + now, before) for (_, page, _, before, now), start in zip(step, starts) if now > 1
-        ]
+        blocks = ((page, start, start + now, before) for (_, page, _, before, now), start in zip(step, starts))
+        assert read_in(got) == [block for block in blocks if block[2] - block[1] > 1]
         assert {part.dtype for part in (got.rows, got.due)} == {torch.int64}
         evicted += len(due)
         for place, page, _, _, now in step:
@@ -149,8 +146,7 @@ def test_a_sequence_may_go_on_from_a_copy(named):
     """In the place, and behind as many tokens, of one that ended; its evictions count from its own prompt's end."""
     made = batcher(copies=True)
     made.batch(described([(4, 1, 40, 0, 8)], named=named))
-    got = only(made.batch(described([(4, 2, 19, 16, 3)], named=named)))
-    assert read_in(got) == [(2, 0, 3, 16)]
+    assert read_in(only(made.batch(described([(4, 2, 19, 16, 3)], named=named)))) == [(2, 0, 3, 16)]
     due = [only(made.batch(described([(4, 2, 19, before, 1)], named=named))).due.tolist() for before in range(19, 24)]
     assert due == [[], [], [], [2], []]
 
@@ -164,9 +160,7 @@ def test_a_single_token_that_is_computed_again_is_a_step():
 
 
 class Crossings(TorchDispatchMode):
-    """Notes what is copied between host and device: where to, and whether the host goes on meanwhile.
-
-    Attributes: pinned: addresses of pinned memory."""
+    """Notes what is copied: where to, and whether the host goes on. Attributes: pinned: addresses of pinned memory."""
 
     def __init__(self):
         super().__init__()

@@ -56,14 +56,12 @@ def test_a_step(evicted):
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_a_block(backend):
-    num = 5
-    q, k, v = randn(B, HQ, num, D), randn(B, HKV, num, D, seed=3), randn(B, HKV, num, D, seed=4)
+    q, k, v = randn(B, HQ, 5, D), randn(B, HKV, 5, D, seed=3), randn(B, HKV, 5, D, seed=4)
     real = torch.tensor([[True] * 5, [False, False, True, True, True]])
     state = held(9, [[4, 8], [1, 0]])
     out, lse, _ = ops.prefill_attention(q, k, v, real, state, make_spec(0.3, backend=backend))
-    causal = torch.ones(num, num, dtype=torch.bool).tril() & real[:, None, None]
-    past = state.exact.valid[:, :, None].expand(-1, -1, num, -1)
-    visible = torch.cat([past, causal.expand(-1, HKV, -1, -1)], -1)
+    causal = torch.ones(5, 5, dtype=torch.bool).tril() & real[:, None, None]
+    visible = torch.cat([state.exact.valid[:, :, None].expand(-1, -1, 5, -1), causal.expand(-1, HKV, -1, -1)], -1)
     keys, values = torch.cat([state.exact.keys, k], 2), torch.cat([state.exact.values, v], 2)
     want, total, _ = attention(q, keys, values, 0.3, visible, sinks=SINKS)
     torch.testing.assert_close(out, want)
@@ -118,8 +116,7 @@ def watched(chosen, correction, sinks):
 def test_attention_that_policies_are_told_of(correction):
     """Over candidates, evicted tokens and sinks together."""
     told, state, rule, q = watched("snapkv", correction, SINKS)
-    positions = torch.arange(40, 46)
-    visible = told.valid[:, :, None] & (told.positions[:, :, None] <= positions[:, None])
+    visible = told.valid[:, :, None] & (told.positions[:, :, None] <= torch.arange(40, 46)[:, None])
     logits = 0.3 * q @ told.keys.repeat_interleave(3, 1).mT
     logits = logits.masked_fill(~visible.repeat_interleave(3, 1), float("-inf"))
     beside = [SINKS.view(1, -1, 1, 1).expand(B, -1, 6, 1)]
@@ -134,8 +131,7 @@ def test_attention_that_policies_are_told_of(correction):
 
 
 def test_sinks_belong_to_the_model_and_not_to_the_state():
-    cache = layer()
-    k = randn(B, HKV, 30, D).float()
+    cache, k = layer(), randn(B, HKV, 30, D).float()
     cache.allocate(HQ, k, k, 30)
     before, sinks = cache.nbytes(), torch.nn.Parameter(SINKS.float())
     cache.configure(Attends(0.3, sink_logits=sinks))

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -36,18 +37,14 @@ def made(num, dtype=torch.float32, seed=0, dim=D):
 
 def module(slots="model", policy="keydiff", **options):
     """A layer that keeps 24 tokens a head and evicts every 5."""
-    heads = options.pop("heads", "uniform")
-    budget = options.pop("budget", Budget(tokens=24, sinks=2, recent=4, heads=heads))
+    budget = options.pop("budget", Budget(tokens=24, sinks=2, recent=4, heads=options.pop("heads", "uniform")))
     return FastKVAttention(HQ, HKV, D, policy, budget, evict_every=5, slots=slots, **options)
 
 
 def run(layer, length=60, steps=20, dtype=torch.float32, seed=0):
     """Attention of a layer over a prompt and so many steps after it, [B, HQ, length + steps, D]."""
-    q, k, v = made(length + steps, dtype, seed)
-    outs = [layer(q[:, :, :length], k[:, :, :length], v[:, :, :length])]
-    for at in range(length, length + steps):
-        outs.append(layer(*(part[:, :, at : at + 1] for part in (q, k, v))))
-    return torch.cat(outs, 2)
+    parts = zip(*(part.split([length, *[1] * steps], 2) for part in made(length + steps, dtype, seed)))
+    return torch.cat([layer(*part) for part in parts], 2)
 
 
 @st.composite
@@ -87,8 +84,7 @@ def test_four_bits_round_by_half_a_step_of_the_rotated_row(x):
 
 
 def test_packing_puts_number_j_beside_j_plus_half():
-    y = torch.arange(64.0) % 16
-    codes, scales = INT4.encode(rotated(y)[None])  # rotated twice: as it was
+    codes, scales = INT4.encode(rotated(torch.arange(64.0) % 16)[None])  # rotated twice: as it was
     assert scales[0].tolist() == [[0, 0]] * 2
     assert codes[0].tolist() == [j % 16 * 17 for j in range(32)]
 
@@ -110,12 +106,10 @@ def test_scales_that_are_no_normal_numbers_are_zero():
 @pytest.mark.parametrize("slots, heads, backend", covering(CODED, HEADS, ["reference", "cpu"]))
 def test_attention_is_close_to_that_of_plain_slots(slots, heads, backend):
     options = {"policy": "snapkv", "heads": heads, "backend": backend}
-    plain, coded = run(module(**options), steps=0), run(module(slots, **options), steps=0)
-    assert torch.equal(plain, coded)  # a first prompt is read as it is
+    assert torch.equal(*(run(module(name, **options), steps=0) for name in ("model", slots)))  # a prompt as it is
     plain, coded = (run(module(name, budget=Budget(tokens=99), backend=backend)) for name in ("model", slots))
     allowed = {"int8": 0.01, "fp8": 0.04, "int4": 0.13, "k8v4": 0.09}[slots]
-    error = (plain - coded).norm() / plain.norm()
-    assert 0 < error < allowed
+    assert 0 < (plain - coded).norm() / plain.norm() < allowed
 
 
 @pytest.mark.parametrize("slots, heads, correction", covering(CODED, HEADS, ["none", "moments", "centroids"]))
@@ -208,8 +202,7 @@ def test_compiled_codes_round_half_to_even(slots):
 @compiled
 @pytest.mark.parametrize("slots", ALIKE)
 def test_every_code_is_read_alike(slots):
-    form = FORMATS[slots]
-    codes = torch.arange(256, dtype=torch.uint8)
+    form, codes = FORMATS[slots], torch.arange(256, dtype=torch.uint8)
     codes = codes[codes & 0x7F != 0x7F] if slots == "fp8" else codes  # no NaN is written
     codes = codes.repeat_interleave(32).view(form.empty((), 32, torch.float32, CPU)[0].dtype).view(len(codes), 32)
     scales = form.empty((len(codes),), form.dim(32), torch.float32, CPU)[1]
@@ -264,10 +257,8 @@ def test_slots_are_decoded_where_nothing_compiles(slots, heads, monkeypatch):
 
 
 def test_a_missing_compiler_is_a_sentence(monkeypatch):
-    def load(*given, **options):
-        raise RuntimeError("No working C++ compiler found\nin: c++, g++")
-
-    monkeypatch.setattr(cpu, "built", load)
+    error = RuntimeError("No working C++ compiler found\nin: c++, g++")
+    monkeypatch.setattr(cpu, "built", mock.Mock(side_effect=error))
     assert cpu.library.__wrapped__("slots") == "RuntimeError: No working C++ compiler found"
 
 
@@ -282,12 +273,12 @@ def test_what_leaves_the_prompt_is_remembered_before_it_is_rounded(slots):
 
 @pytest.mark.parametrize(("slots", "ratio"), [("int8", 0.53), ("fp8", 0.53), ("int4", 0.30), ("k8v4", 0.42)])
 def test_bytes_of_a_slot_at_128_numbers(slots, ratio):
-    sizes = {}
+    sizes = []
     for name in ("model", slots):
         layer = FastKVAttention(4, 2, 128, "keydiff", Budget(tokens=1024), slots=name)
         layer.allocate(1, dtype=torch.bfloat16)
-        sizes[name] = sum(tensor.nbytes for tensor in layer.state.exact.moving().values())
-    assert sizes[slots] <= ratio * sizes["model"]
+        sizes.append(sum(tensor.nbytes for tensor in layer.state.exact.moving().values()))
+    assert sizes[1] <= ratio * sizes[0]
 
 
 @each_format
@@ -345,7 +336,7 @@ def test_compiled_steps_are_eager_steps(slots):
     torch._dynamo.reset()
     q, k, v = made(40)
     for layer in (one, other):
-        layer(q[:, :, :28], k[:, :, :28], v[:, :, :28])
+        layer(*(part[:, :, :28] for part in (q, k, v)))
     compiled = torch.compile(other, backend="aot_eager")
     for at in range(28, 40):
         token = [part[:, :, at : at + 1] for part in (q, k, v)]
@@ -356,23 +347,16 @@ def test_codes_do_not_depend_on_autocast():
     rows = torch.randn(3, 5, 64)
     want = INT4.encode(rows)
     with torch.autocast("cpu", torch.bfloat16):
-        got = INT4.encode(rows)
-    assert all(torch.equal(*pair) for pair in zip(got, want))
+        assert all(map(torch.equal, INT4.encode(rows), want))
 
 
 @pytest.mark.parametrize(
     ("budget", "options", "name"),
-    [
-        (Budget(bytes=200_000, sinks=2, recent=4), {}, "int8"),
-        ("2x", {}, "int8"),
-        ("16x", {}, "int8"),  # heads of 16 numbers, no whole group of 32
-        (64, {}, "model"),
-        (Budget(keep=0.5), {}, "model"),
-        ("2x", {"slots": "model"}, "model"),
-        (Budget(bytes=200_000, sinks=2, recent=4), {"correction": "moments"}, "int8"),
-    ],
+    [("2x", {}, "int8"), ("16x", {}, "int8"),  # heads of 16 numbers, no whole group of 32
+     (64, {}, "model"), (Budget(keep=0.5), {}, "model"), ("2x", {"slots": "model"}, "model"),
+     *((Budget(bytes=200_000, sinks=2, recent=4), options, "int8") for options in ({}, {"correction": "moments"}))],
     ids=str,
-)
+)  # fmt: skip
 def test_budgets_in_bytes_are_spent_on_codes(budget, options, name):
     model = fastkv.patch(build(), "snapkv", budget, **options)
     assert fastkv.FastKVCache(model).compressed[0].cache.config.slots.name == name

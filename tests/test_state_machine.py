@@ -40,15 +40,9 @@ def folder():
 
 @functools.cache
 def policy_of(name, family):
-    if name == "triattention":
-        path = Path(folder().name) / family
-        path.mkdir()
-        return policy(name, path, model_of(family))
-    if name != "duoattention":
-        return policies.get(name)
-    path = Path(folder().name) / "pattern.tsv"
-    path.write_text("0.1\t0.9\n0.8\t0.7\n")
-    return policies.get(name, pattern=str(path))
+    path = Path(folder().name) / family
+    path.mkdir(exist_ok=True)
+    return policy(name, path, model_of(family), pattern="0.1\t0.9\n0.8\t0.7\n")
 
 
 @st.composite
@@ -90,8 +84,7 @@ class Uses(RuleBasedStateMachine):
         batch = data.draw(st.integers(1, MOST_ROWS))
         self.text = self.mask = torch.empty(batch, 0, dtype=torch.long)
         self.alone = [*self.alone, *(FastKVCache(self.model) for _ in range(batch))][:batch]
-        num = data.draw(st.integers(12 if self.given["budget"].keep else 1, 20))
-        self.append(self.draw_mask(data, num))
+        self.append(self.draw_mask(data, data.draw(st.integers(12 if self.given["budget"].keep else 1, 20))))
         self.feed()
 
     def draw_mask(self, data, num):
@@ -213,8 +206,7 @@ class Uses(RuleBasedStateMachine):
     @rule(data=st.data())
     def select(self, data):
         """Rows are dropped, repeated and put into another order."""
-        batch = len(self.text)
-        rows = data.draw(st.lists(st.integers(0, batch - 1), min_size=1, max_size=MOST_ROWS))
+        rows = data.draw(st.lists(st.integers(0, len(self.text) - 1), min_size=1, max_size=MOST_ROWS))
         self.cache.batch_select_indices(torch.tensor(rows))
         self.rearrange(rows)
 
@@ -261,9 +253,6 @@ class Uses(RuleBasedStateMachine):
 
 @pytest.mark.timeout(1800)
 def test_any_use_of_a_model():
-    every = settings(
-        max_examples=examples(360),
-        stateful_step_count=max(examples(20), 10),
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
+    slow, steps = [HealthCheck.too_slow, HealthCheck.data_too_large], max(examples(20), 10)
+    every = settings(max_examples=examples(360), stateful_step_count=steps, suppress_health_check=slow)
     stateful.run_state_machine_as_test(Uses, settings=every)

@@ -13,7 +13,6 @@ from fastkv.cache.layout import LayerPlan
 from fastkv.calibration import KEEPS, HeadShares, fingerprint
 from fastkv.calibration.fits import VectorMap
 from fastkv.config import Config
-from fastkv.errors import FastKVError
 from fastkv.integrations.transformers import rotations
 from fastkv.integrations.transformers.calibrate import weights_digest
 
@@ -25,13 +24,10 @@ from .test_policy_matrix import EVERY, TOKENS, check, small, two_turns
 def linear_model(name="llama", **changes):
     """A model whose values are a linear map of its keys before the rotation, and that map."""
     model = build(name, **changes)
-    generator = torch.Generator().manual_seed(3)
-    weights = {}
+    weights = {layer: torch.randn(2, 16, 16) / 4 for layer in range(len(model.model.layers))}
     for index, layer in enumerate(model.model.layers):
-        maps = torch.randn(2, 16, 16, generator=generator) / 4
-        weights[index] = maps
         keys = layer.self_attn.k_proj.weight.detach().view(2, 16, -1)
-        layer.self_attn.v_proj.weight.data = (maps.transpose(1, 2) @ keys).reshape(32, -1)
+        layer.self_attn.v_proj.weight.data = (weights[index].transpose(1, 2) @ keys).reshape(32, -1)
     return model, weights
 
 
@@ -70,8 +66,7 @@ def test_a_budget_in_bytes_counts_everything():
     for r2 in (1.0, [[1.0, 0.0]] * 4):
         budget = fastkv.Budget(bytes=40_000, sinks=2, recent=4)
         fastkv.patch(model, "snapkv", budget, correction="vector", vector=mapping(model, r2=r2))
-        cache = model(ids).past_key_values
-        assert 40_000 - 4 * 600 < cache.nbytes() / 3 <= 40_000
+        assert 40_000 - 4 * 600 < model(ids).past_key_values.nbytes() / 3 <= 40_000
 
 
 def test_heads_below_the_threshold_fall_back():
@@ -83,19 +78,15 @@ def test_heads_below_the_threshold_fall_back():
     for layer, row in enumerate(mixed):
         state = cache.layers[layer].state
         for head, r2 in enumerate(row):
-            exact = int(state.exact.lengths[0, head])
-            approx = 0 if state.approx is None else int(state.approx.lengths[0, head])
-            if r2:
-                assert TOKENS // 2 <= exact < TOKENS // 2 + EVERY and approx == TOKENS
-            else:
-                assert TOKENS <= exact < TOKENS + EVERY and approx == 0
+            pairs, keys = (TOKENS // 2, TOKENS) if r2 else (TOKENS, 0)
+            assert pairs <= int(state.exact.lengths[0, head]) < pairs + EVERY
+            assert (0 if state.approx is None else int(state.approx.lengths[0, head])) == keys
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("joint", [False, True], ids=["head", "joint"])
 def test_a_token_without_value_attends_with_what_the_map_makes_of_its_key(joint, backend):
-    """Values are no linear map of keys here. The stock model predicts the same from a cache that holds, for tokens
-    without value, what the map makes of their keys."""
+    """Here no linear map gives values: the stock model says the same of a cache of what the map makes of those keys."""
     model, (ids, _) = build(), prompt(2, 50, (0, 0))
     maps = mapping(model, joint_weights() if joint else None, joint=joint)
     stock = model(ids).past_key_values
@@ -118,8 +109,7 @@ def test_a_token_without_value_attends_with_what_the_map_makes_of_its_key(joint,
     fastkv.unpatch(model)
     expected = model(token, past_key_values=kept, position_ids=torch.full((2, 1), 50)).logits
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
-    with_all = model(token, past_key_values=stock).logits
-    assert (with_all - expected).abs().max() > 1e-2
+    assert (model(token, past_key_values=stock).logits - expected).abs().max() > 1e-2
 
 
 def joint_weights():
@@ -132,13 +122,11 @@ def test_with_a_joint_map_all_heads_keep_the_same_tokens(name, block):
     """Through prompts, evictions and a second turn."""
     model = build()
     options = {"correction": "vector+moments", "vector": mapping(model, joint_weights(), joint=True)}
-    cache = two_turns(model, name, small(), block, **options)
-    for layer in cache.layers:
+    for layer in two_turns(model, name, small(), block, **options).layers:
         for slots in layer.state.tiers.values():
             assert torch.equal(slots.lengths[:, 0], slots.lengths[:, 1])
-            for row in range(3):
-                first, second = slots["positions"][row, :, : int(slots.lengths[row, 0])]
-                assert torch.equal(first, second)
+            for places, length in zip(slots["positions"], slots.lengths[:, 0]):
+                assert torch.equal(*places[:, :length])
 
 
 def test_layers_whose_joint_map_is_poor_evict_each_head_for_itself():
@@ -208,8 +196,8 @@ def test_refusals(tmp_path):
     model = build()
     joint = mapping(model, joint_weights(), joint=True)
     config = replace(Config.make("keydiff", small(), None, 1, "vector", "reference", None), vector=joint)
-    with pytest.raises(FastKVError, match="needs them in one process, got 2; fit one map a head"):
-        LayerPlan(config, parallel=Parallel(rank=1, size=2)).layout(1, torch.device("cpu"), TOKENS)
+    plan, cpu = LayerPlan(config, parallel=Parallel(rank=1, size=2)), torch.device("cpu")
+    raises("needs them in one process, got 2; fit one map a head", plan.layout, 1, cpu, TOKENS)
     for share in (-0.1, 1.1, "half", True):
         raises(r"vector: share must be in \[0, 1\]", fastkv.corrections.get, "vector", share=share)
     raises("correction 'moments' has no option share; it has none", fastkv.corrections.get, "moments", share=0.5)
@@ -219,7 +207,6 @@ def test_refusals(tmp_path):
     raises("use one of them", patch, small(heads="adaptive"), correction="vector", vector=mapping(model))
     path = tmp_path / "map.safetensors"
     mapping(model).save(path)
-    with pytest.raises(FastKVError, match="fitted to another model"):
-        fastkv.patch(build("qwen3"), "keydiff", small(), correction="vector", vector=path)
+    raises("fitted to another model", fastkv.patch, build("qwen3"), "snapkv", small(), correction="vector", vector=path)
     fastkv.patch(model, "keydiff", small(), correction="vector", vector=str(path))
     assert generate(model, *prompt(), new=3).shape == (3, 53)

@@ -58,8 +58,7 @@ def page(tmp_path_factory):
     text = path.parent.parent / "text.txt"
     text.write_text(told("facts", CONTEXT, 1))
     sizes = [f"--context={CONTEXT}", f"--prefill-block={BLOCK}", f"--steps={STEPS}", f"--text={text}"]
-    caches = [f"--policies={','.join(POLICIES)}", f"--budgets={','.join(map(str, BUDGETS))}"]
-    made(path, *sizes, *caches)
+    made(path, *sizes, f"--policies={','.join(POLICIES)}", f"--budgets={','.join(map(str, BUDGETS))}")
     return path
 
 
@@ -115,8 +114,7 @@ def test_the_page_says_what_the_cache_holds(bundled, data, ids):
         events = cache["events"]
         assert gone.max() == len(events) and events == sorted(set(events)) and events[-1] <= CONTEXT
         first = torch.tensor([0, *events])[gone.long()]  # nothing leaves before it was read, nor while it is recent
-        tokens = torch.arange(CONTEXT)
-        assert ((first == 0) | (first - common.SHARES["recent"] > tokens)).all()
+        assert ((first == 0) | (first - common.SHARES["recent"] > torch.arange(CONTEXT))).all()
         assert (gone[..., : common.SHARES["sinks"]] == 0).all()
 
 
@@ -130,8 +128,8 @@ def test_a_text_read_twice_is_followed(policy, tmp_path):
     sizes = [f"--context={CONTEXT}", "--prefill-block=whole", f"--steps={STEPS}", "--budgets=28"]
     data = made(tmp_path / "view.html", *sizes, f"--policies={policy}")
     (cache,) = data["caches"]
-    gone = array(data, cache, "gone")
-    assert cache["events"][0] == CONTEXT - STEPS and set(gone.unique().tolist()) == set(range(len(cache["events"]) + 1))
+    assert cache["events"][0] == CONTEXT - STEPS
+    assert array(data, cache, "gone").unique().tolist() == [*range(len(cache["events"]) + 1)]
 
 
 def test_slots_of_fewer_bits_are_followed(bundled, tmp_path):
@@ -253,8 +251,7 @@ def test_other_models(family):
     """Layers with a sliding window are left out; where the cache lies is where the trace says."""
     model = build(family) if family in {**FAMILIES, **LATENT} else tiny.build(family, "sdpa")
     ids = torch.randint(5, 60, (1, 90))
-    reading = Reading(ids, 32, 20)
-    full = read_full(model, reading)
+    full = read_full(model, reading := Reading(ids, 32, 20))
     with patched(model, "fastkv", Budget(tokens=28, recent=8), prefill_block=32, backend="reference"):
         found = trace(model, reading, full)
         cache = FastKVCache(model)

@@ -24,8 +24,7 @@ LEAST = BUDGET // 5 + EVERY  # slots of a head that has traded away what it may
 CPU = torch.device("cpu")
 TRADE = Slots.trade
 CASES = {  # policy, correction, slots, block, heads
-    "default": ("fastkv", "auto", "auto", 256, "uniform"),
-    "leverage": ("leverage", "moments", "auto", 256, "uniform"),
+    "default": ("fastkv", "auto", "auto", 256, "uniform"), "leverage": ("leverage", "moments", "auto", 256, "uniform"),
     "centroids": ("snapkv", "centroids", "auto", 256, "uniform"),
     "moments, codes": ("momentkv", "auto", "int8", 256, "uniform"),
     "whole prompts": ("keydiff", "centroids", "int4", None, "uniform"),
@@ -33,7 +32,7 @@ CASES = {  # policy, correction, slots, block, heads
     "all queries watched": ("h2o", "mean", "auto", 256, "uniform"),
     "adaptive": ("momentkv", "auto", "auto", 256, "adaptive"),
     "few tokens a block": ("snapkv", "none", "auto", 48, "uniform"),
-}
+}  # fmt: skip
 
 
 def made(policy, correction, slots, block, heads):
@@ -41,14 +40,12 @@ def made(policy, correction, slots, block, heads):
     config = Config.make(policy, budget, block, EVERY, correction, "triton", None, slots)
     config = replace(config, rotations={0: Rotary(100.0 ** -torch.linspace(0, 1, D // 2))})
     like = torch.empty(1, HKV, 0, D, dtype=torch.bfloat16)
-    shared = CacheWorkspace(evict_every=EVERY, sequences=SEQUENCES)
-    return PagedRule.of(LayerPlan(config), like, like), shared
+    return PagedRule.of(LayerPlan(config), like, like), CacheWorkspace(evict_every=EVERY, sequences=SEQUENCES)
 
 
 def tokens(number):
     """Parts of a fused projection, as an engine hands them over."""
-    fused = torch.zeros(number, HQ + 2 * HKV, D, dtype=torch.bfloat16)
-    return fused.split([HQ, HKV, HKV], 1)
+    return torch.zeros(number, HQ + 2 * HKV, D, dtype=torch.bfloat16).split([HQ, HKV, HKV], 1)
 
 
 def trading(first):

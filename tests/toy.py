@@ -68,8 +68,7 @@ def generate(task: str, length: int, seed: int, questions: int = 1) -> Sample:
     Args: task: one of `TASKS`; length: tokens, at least 96; seed: any int; questions: how many, at most as many as
     there are facts to ask for, or half of them for `pairs`.
     """
-    facts = num_facts(task, length)
-    rng = random.Random(f"{task}/{length}/{seed}")
+    facts, rng = num_facts(task, length), random.Random(f"{task}/{length}/{seed}")
     statements, asked, answers = _hops(rng, facts) if task == "hops" else _facts(rng, facts, paired=task == "pairs")
     budget = length - 1 - len(asked[0].split()) - len(answers[0].split())
     context = _scatter(rng, statements, budget)

@@ -113,17 +113,16 @@ def answer(model, ids, mask, new=NEW, **given):
 
 def in_turns(model, ids, mask, starts, cache):
     """Logits of tokens that are read in several calls, which begin at `starts`."""
-    found = []
-    for start, end in zip(starts, [*starts[1:], ids.shape[1]]):
-        found.append(read(model, ids[:, start:end], mask[:, :end], cache).logits)
-    return torch.cat(found, 1)
+    places = zip(starts, [*starts[1:], ids.shape[1]])
+    return torch.cat([read(model, ids[:, start:end], mask[:, :end], cache).logits for start, end in places], 1)
 
 
 def decode(model, cache, token, mask, steps):
-    """Logits [B, steps, V] of greedy steps from a token [B, 1] on; mask [B, tokens in the cache]."""
+    """Logits [B, steps, V] of greedy steps from a token [B, 1] on; mask [B, tokens in the cache], or none, as a
+    compiled loop takes steps."""
     found = []
     for _ in range(steps):
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        mask = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         found.append(read(model, token, mask, cache).logits)
         token = found[-1].argmax(-1)
     return torch.cat(found, 1)
@@ -269,20 +268,11 @@ def static_steps(subject):
         want = decode(model, cache, read(model, ids, mask, cache).logits[:, -1:].argmax(-1), mask, 2 * EVERY + 1)
     with patched(subject, static=True):
         cache = fastkv.FastKVCache(model)
-        first = steps(model, cache, read(model, ids, mask, cache).logits[:, -1:].argmax(-1), 1)
+        first = decode(model, cache, read(model, ids, mask, cache).logits[:, -1:].argmax(-1), None, 1)
         before = places(cache)
-        rest = steps(model, cache, first.argmax(-1), 2 * EVERY)
+        rest = decode(model, cache, first.argmax(-1), None, 2 * EVERY)
         assert places(cache) == before, "tensors of a static cache move"
     same(torch.cat([first, rest], 1), want, "static steps")
-
-
-def steps(model, cache, token, number):
-    """Logits of greedy steps without any mask, as a compiled loop takes them."""
-    found = []
-    for _ in range(number):
-        found.append(model(input_ids=token, past_key_values=cache, use_cache=True).logits)
-        token = found[-1].argmax(-1)
-    return torch.cat(found, 1)
 
 
 def copies(subject):
@@ -334,7 +324,7 @@ def kernels(subject):
         with patched(subject, TINY, backend=backend, **subject.ways(6)[-1]):
             cache = fastkv.FastKVCache(subject.model)
             prompt = read(subject.model, subject.ids[:1, :12], cache=cache).logits
-            found.append(torch.cat([prompt, steps(subject.model, cache, subject.ids[:1, :1], 1)], 1))
+            found.append(torch.cat([prompt, decode(subject.model, cache, subject.ids[:1, :1], None, 1)], 1))
     same(found[1], found[0], "kernels")
 
 
@@ -397,8 +387,7 @@ def unpatched(subject):
     model = subject.model
     with patched(subject), torch.enable_grad():
         model.train()
-        read_in_training = model(input_ids=subject.ids, attention_mask=subject.mask, labels=subject.ids)
-        read_in_training.loss.backward()
+        model(input_ids=subject.ids, attention_mask=subject.mask, labels=subject.ids).loss.backward()
         model.eval()
         model.zero_grad()
     equal(read(model, subject.ids, subject.mask).logits, subject.logits, "prompt")

@@ -61,11 +61,8 @@ class Row:
     @property
     def limits(self):
         """What is refused or was not checked, by a word for it; a variant that is refused counts."""
-        found = {}
-        for result in self.results[1:]:
-            if result.status != WORKS:
-                found[result.name.partition(":")[2]] = result.reason
-        return self.results[0].limits | found
+        usual, *variants = self.results
+        return usual.limits | {one.name.partition(":")[2]: one.reason for one in variants if one.status != WORKS}
 
     @property
     def summary(self):

@@ -155,15 +155,13 @@ class Kind:
         return f"{self.model_type}:{self.variant}" if self.variant else self.model_type
 
 
-VARIANTS = {
-    kind.name: kind
-    for kind in (
-        Kind("gemma3n_text", "shared-keys", {"num_kv_shared_layers": 2}),
-        Kind("gemma4_text", "shared-keys", SHARED),
-        Kind("mllama", "cross-attention", {"cross_attention_layers": [1]}),
-        Kind("mistral", "windows-only", {"sliding_window": 8}),
-    )
-}
+VARIANTS = (
+    Kind("gemma3n_text", "shared-keys", {"num_kv_shared_layers": 2}),
+    Kind("gemma4_text", "shared-keys", SHARED),
+    Kind("mllama", "cross-attention", {"cross_attention_layers": [1]}),
+    Kind("mistral", "windows-only", {"sliding_window": 8}),
+)
+VARIANTS = {kind.name: kind for kind in VARIANTS}
 
 
 class CannotBuild(RuntimeError):
@@ -225,24 +223,18 @@ def shrunk(config, changes):
     if main is not None:
         own[main] |= {key: value for key, value in outer.items() if key not in fields}
         outer = {key: value for key, value in outer.items() if key in fields}
-    made = {}
-    for name, part in parts.items():
-        made[name] = type(part)(
-            **(shrunk if name in text_of else partial(resized, sizes=ENCODER))(part, changes=own[name])
-        )
+    smaller = {name: shrunk if name in text_of else partial(resized, sizes=ENCODER) for name in parts}
+    made = {name: type(part)(**smaller[name](part, changes=own[name])) for name, part in parts.items()}
     return made | resized(config, SIZES if main is None else TOKENS, {**outer, **changes.get("", {})})
 
 
 def resized(config, sizes, changes):
     """Arguments that replace the sizes of one config without parts."""
     fields = {name: value for name, value in vars(config).items() if not name.startswith("_")}
-    made = {}
-    for name, value in fields.items():
-        size = sizes.get(name)
-        if size is None or (value is None and name not in ALWAYS):
-            continue
-        if not isinstance(value, list):
-            made[name] = size
+    given = [
+        name for name, value in fields.items() if not isinstance(value, list) and (value is not None or name in ALWAYS)
+    ]
+    made = {name: sizes[name] for name in given if name in sizes}
     if sizes is SIZES:
         made |= layers_of(fields, made)
         made |= {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
@@ -304,9 +296,7 @@ def randomise(model, seed=0):
 
 
 def build(name, attention="sdpa", seed=0, **changes):
-    """A seeded tiny model in fp32, with more changes of its config. Raises DoesNotExist, or CannotBuild with the
-    reason.
-    """
+    """A seeded tiny model in fp32, with more changes of its config. Raises DoesNotExist, or CannotBuild with why."""
     kind = kind_of(name)
     kind = replace(kind, changes=kind.changes | changes)
     cls = auto_class(kind.model_type)
