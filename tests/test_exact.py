@@ -12,7 +12,7 @@ from fastkv.cache import prefill
 from fastkv.integrations.transformers import stock
 from fastkv.integrations.transformers.attention import NAME
 
-from .models import COMBINATIONS, account, build, compressed_layers, generate, prompt, raises, small
+from .models import COMBINATIONS, account, build, compressed_layers, generate, prompt, small
 from .pairwise import covering
 
 # Every day with one attention function each; `tests.families` tries both.
@@ -168,15 +168,6 @@ def test_autocast_over_static_windows():
         found = generate(model, ids, mask)
         fastkv.patch(model, "momentkv", 400, static=False)
         assert torch.equal(found, generate(model, ids, mask))
-
-
-def test_autocast_over_latents():
-    model, (ids, _) = fastkv.patch(build("deepseek_v3"), "keydiff", small()), prompt(1, 30, (0,))
-    with torch.autocast("cpu", torch.bfloat16):
-        raises("not compressed under autocast", model, ids)
-        assert model(ids, use_cache=False).logits.isfinite().all()
-        model.bfloat16()
-        assert model(ids[:, :1], past_key_values=model(ids).past_key_values).logits.isfinite().all()
 
 
 def test_a_mask_that_was_made_for_a_longer_text():

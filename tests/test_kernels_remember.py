@@ -83,7 +83,7 @@ def test_an_eviction(dim, dtype):
 def test_any_eviction(shape, num, before, leave, dim, dtype, seed):
     """Empty heads, fewer tokens than centroids, rounds of one merge, one centroid."""
     tokens = candidates(*shape, 70, dim, leave, dtype, seed)
-    check(parts_of(*shape, num, dim, before, seed), tokens, max(leave))
+    check(parts_of(*shape, num, dim, before, seed + 1), tokens, max(leave))  # else tokens repeat parts, and joins tie
 
 
 @pytest.mark.parametrize("few", [0, 64], ids=["as of a prompt", "as while decoding"])

@@ -164,3 +164,12 @@ def test_models_with_indexers_are_refused(name):
     model = nn.Module()
     model.config = CONFIG_MAPPING[name]()
     raises(f"{name} is not supported: it attends to tokens that an indexer picks", fastkv.patch, model)
+
+
+def test_autocast():
+    model, (ids, _) = fastkv.patch(build("deepseek_v3"), "keydiff", SMALL), prompt(1, 30, (0,))
+    with torch.autocast("cpu", torch.bfloat16):
+        raises("not compressed under autocast", model, ids)
+        assert model(ids, use_cache=False).logits.isfinite().all()
+        model.bfloat16()
+        assert model(ids[:, :1], past_key_values=model(ids).past_key_values).logits.isfinite().all()
