@@ -33,21 +33,22 @@ def attention_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     layer = cache.layer_of(self.layer_idx)
     layer.named |= self.layer_idx not in cache.sources  # which bring no keys of their own
     if self._fastkv_single is not False and not args and kwargs.keys() <= USUAL and not torch.compiler.is_compiling():
-        out = _served(self, layer, kwargs["hidden_states"], kwargs.get("position_embeddings"))
+        out = _served(self, layer, kwargs)
         if out is not None:
             return out, None
     return self._fastkv_attention_forward(*args, **kwargs, fastkv_layer=layer)
 
 
-def _served(module: Any, layer: FastKVLayer, hidden: Tensor, turns: Any) -> Tensor | None:
-    """What the module makes of hidden states [B, 1, hidden]; None where its own forward has to."""
+def _served(module: Any, layer: FastKVLayer, given: dict[str, Any]) -> Tensor | None:
+    """What the module makes of its arguments, of hidden states [B, 1, hidden]; None where its own forward has to."""
+    hidden = given["hidden_states"]
     if not layer.decodes(hidden.shape[1]) or torch.is_grad_enabled() or autocast_dtype(hidden):
         return None
     if not hidden.is_cpu or hidden.dtype != torch.float32:
         return None
     if module._fastkv_single is None and not _watched(module):
-        module._fastkv_single = _how(module, layer, hidden, turns) or False
-    tokens = _projected(module, hidden, turns) if module._fastkv_single else None
+        module._fastkv_single = _how(module, layer, given) or False
+    tokens = _projected(module, hidden, given["position_embeddings"]) if module._fastkv_single else None
     if tokens is None:
         return None
     layer.update(*tokens[1:])
@@ -72,9 +73,9 @@ def _watched(module: Any) -> bool:
     return any(part._forward_hooks or part._forward_pre_hooks for part in module.children())
 
 
-def _how(module: Any, layer: FastKVLayer, hidden: Tensor, turns: Any) -> Attends | None:
+def _how(module: Any, layer: FastKVLayer, given: dict[str, Any]) -> Attends | None:
     """How a module attends, if its own forward hands on the bits that `_projected` makes of a token, too; else None."""
-    config = layer.cache.config
+    config, hidden, turns = layer.cache.config, given["hidden_states"], given.get("position_embeddings")
     if not modules.is_like_llama(module) or config.needs("output") or resolve(config.backend, hidden.device) != "cpu":
         return None
     if not isinstance(turns, tuple) or any(turn.shape[-1] != module.head_dim for turn in turns):
@@ -84,9 +85,9 @@ def _how(module: Any, layer: FastKVLayer, hidden: Tensor, turns: Any) -> Attends
         return None
     hidden, turns = hidden + 1, (turns[0] + 0.5, turns[1] + 0.5)  # not of position 0, which turns nothing
     handed: list[Any] = []
-    module._fastkv_attention_forward(
-        hidden_states=hidden, position_embeddings=turns, attention_mask=None, fastkv_handed=handed
-    )
+    alone = {name: None if isinstance(value, FastKVCache) else value for name, value in given.items()}
+    alone |= {"hidden_states": hidden, "position_embeddings": turns, "fastkv_handed": handed}
+    module._fastkv_attention_forward(**alone)
     tokens, how = handed[0]
     found = _projected(module, hidden, turns)
     return how if found is not None and all(map(torch.equal, tokens, found)) else None
