@@ -44,7 +44,7 @@ def _served(module: Any, layer: FastKVLayer, given: dict[str, Any]) -> Tensor | 
     hidden = given["hidden_states"]
     if not layer.decodes(hidden.shape[1]) or torch.is_grad_enabled() or autocast_dtype(hidden):
         return None
-    if not hidden.is_cpu or hidden.dtype != torch.float32:
+    if not hidden.is_cpu or hidden.dtype != torch.float32 or layer.cache.config.needs("output"):
         return None
     if module._fastkv_single is None and not _watched(module):
         module._fastkv_single = _how(module, layer, given) or False
@@ -76,7 +76,7 @@ def _watched(module: Any) -> bool:
 def _how(module: Any, layer: FastKVLayer, given: dict[str, Any]) -> Attends | None:
     """How a module attends, if its own forward hands on the bits that `_projected` makes of a token, too; else None."""
     config, hidden, turns = layer.cache.config, given["hidden_states"], given.get("position_embeddings")
-    if not modules.is_like_llama(module) or config.needs("output") or resolve(config.backend, hidden.device) != "cpu":
+    if not modules.is_like_llama(module) or resolve(config.backend, hidden.device) != "cpu":
         return None
     if not isinstance(turns, tuple) or any(turn.shape[-1] != module.head_dim for turn in turns):
         return None
