@@ -98,3 +98,17 @@ def test_without_a_compiler(monkeypatch):
     other = patched(build())
     torch.testing.assert_close(steps(other), found, rtol=1e-4, atol=1e-4)
     assert all(one._fastkv_single is False for one in attentions(other))
+
+
+def test_a_cache_of_a_policy_that_reads_the_output_projection():
+    """Of an earlier patch, after other caches were served."""
+    model, (ids, _) = build(), prompt(pads=(0,), batch=1)
+    fastkv.patch(model, "criticalkv", fastkv.Budget(tokens=24, sinks=2, recent=4), evict_every=2)
+    with torch.no_grad():
+        caches = [model(ids).past_key_values for _ in range(2)]
+        steps(patched(model))
+        found = [model(ids[:, step : step + 1], past_key_values=caches[0]).logits for step in range(5)]
+        for one in attentions(model):
+            one._fastkv_single = False
+        want = [model(ids[:, step : step + 1], past_key_values=caches[1]).logits for step in range(5)]
+    assert torch.equal(torch.cat(found), torch.cat(want))
