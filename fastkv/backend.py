@@ -20,6 +20,7 @@ from .errors import FastKVError
 
 MODULES = {"reference": ".reference", "cpu": ".cpu.operations", "triton": ".kernels.operations"}
 BACKENDS = ("auto", *MODULES)
+ON_CPU = ("auto", "cpu")  # those that `resolve` to "cpu" for tensors of a CPU
 OLDEST_TRITON = Version("3.6")
 MAX_GROUPS, MAX_HEAD_DIM = 16, 512  # what the kernels handle
 INT4_GROUP = 32  # numbers of a key or a value that share a step

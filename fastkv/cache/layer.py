@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from ..backend import autocast_dtype, follows_rows
+from ..backend import autocast_dtype, follows_rows, implementation
 from ..errors import FastKVError
 from ..policies import Reread
 from ..reference import LayerState, Moments, Recovery, Slots, Spec, rows_at
@@ -228,19 +228,40 @@ class LayerCache:
         Args: q [B, Hq, 1, D]; k, v [B, Hkv, 1, D]; length: true tokens so far, for tokens without values: their tables
             have to reach so far (0 where they do).
         """
-        (state, rule), clock = self.held(), self.workspace.clock
-        if self.leads:
-            clock.now = clock.now.next
+        state, rule = self.held()
         self._expect_sharers()
         if state.approx is not None:
             self._recover(length)
         state.fill()
         q, k, v = (in_one_piece(part) for part in (q, k, v))
         out, _, _ = ops.decode_step(q.squeeze(2), k, v, state, rule.spec)
-        self.length = length
+        self._stepped(length)
+        return out.unsqueeze(2)
+
+    def step_before_rope(
+        self, q: Tensor, k: Tensor, v: Tensor, turns: tuple[Tensor, Tensor], length: int
+    ) -> Tensor | None:
+        """Attention output [B, 1, Hq * D] of `step` on a CPU, in one compiled call; None where it has to be done there,
+        and nothing has happened.
+
+        Args: q [B, 1, Hq * D], k, v [B, 1, Hkv * D], contiguous, fp32, before RoPE; turns: cos and sin [B or 1, 1, D].
+        """
+        state, rule = self.held()
+        if self.kv_sharers:
+            return None
+        state.fill()
+        out: Tensor | None = implementation("step_before_rope", "cpu", "cpu")(q, k, v, turns, state, rule.spec)
+        if out is not None:
+            self._stepped(length)
+        return out
+
+    def _stepped(self, length: int) -> None:
+        """After a step's attention: one layer advances the clock for all, and every layer evicts when it says so."""
+        clock, self.length = self.workspace.clock, length
+        if self.leads:
+            clock.now = clock.now.next
         if clock.now.evicts and not self.kv_sharers:
             self._evict()
-        return out.unsqueeze(2)
 
     def _evict(self) -> None:
         """Shrink every head to its budget; heads are dealt slots anew for a text that has grown, or where

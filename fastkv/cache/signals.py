@@ -113,7 +113,8 @@ def score(signals: Signals, rule: LayerConfig) -> tuple[Signals, Tensor]:
     """The policy's scores [B, Hkv, N], and the signals with what it wants remembered of each candidate."""
     policy = rule.config.policy
     if rule.config.needs("memory"):
-        signals = replace(signals, memory=policy.remember(signals))
+        known = policy.remember(signals)
+        signals = signals if known is signals.memory else replace(signals, memory=known)
     return signals, policy.score(signals)
 
 

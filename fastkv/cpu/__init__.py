@@ -11,7 +11,8 @@ import ctypes
 import hashlib
 import re
 import tempfile
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +87,11 @@ def call(name: str, function: str, given: ctypes.Structure) -> int:
     """A function of NAME.cpp, whose only argument is where `given` lies. Returns: what it does, if it is an int."""
     found: int = getattr(library(name), function)(ctypes.byref(given))
     return found
+
+
+def bound(name: str, function: str, given: ctypes.Structure) -> Callable[[], int]:
+    """`call` with what will be in `given` by then, looked up once."""
+    return partial(getattr(library(name), function), ctypes.byref(given))
 
 
 def run(name: str, function: str, struct: str, *given: Any) -> None:

@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FOLLOWS_ROWS = ("decode_step",)
 Estimate = tuple[Tensor, Tensor]
 encode_rows, decode_rows = compiled_slots.encode_rows, compiled_slots.decode_rows  # of this backend, see `Codec`
-read_slots, rotated = compiled_slots.read, compiled_slots.rotated
+read_slots, rotated, step_before_rope = compiled_slots.read, compiled_slots.rotated, compiled_slots.step_before_rope
 
 
 def serves(q: Tensor, value_dim: int, softcap: float | None) -> bool:
@@ -210,7 +210,7 @@ def keydiff_scores(
     check_alike("keydiff_scores", keys.shape[:3], mask=mask, positions=positions)
     (rows, strides), out = in_rows(keys), torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
     valid = torch.ones_like(out, dtype=torch.bool) if mask is None else mask.contiguous()
-    turn = (None, None, None) if rotary is None or positions is None else turns(rotary, positions, valid)
+    turn = (None, None, None) if rotary is None or positions is None else turns(rotary, positions)
     sizes = *rows.shape, strides, anchor == "normalized_mean", torch.get_num_threads(), EPSILON
     cpu.run("key_scores", "unlike", "Unlike", rows, *turn, valid, out, *sizes)
     return out
@@ -228,7 +228,7 @@ def queries_ahead(
     check_alike("queries_ahead", (batch, num), positions=places)
     turned = rotary.halves(dim)
     rows, strides = in_rows(queries if turned else rotary.unrotate(queries.float(), places[:, None]))
-    *turn, places = turns(rotary, places, real, horizon) if turned else (None, None, places.int())
+    *turn, places = turns(rotary, places, horizon) if turned else (None, None, places.int())
     mean, covariance = rows.new_empty(batch, heads, 1, dim), rows.new_empty(batch, heads, dim, dim)
     count = torch.empty(batch, 1, 1, dtype=torch.int64, device=rows.device)
     sizes = *queries.shape, torch.get_num_threads(), strides, horizon, sinks, rotary.scaling
@@ -240,11 +240,11 @@ def queries_ahead(
     return mean, covariance, count
 
 
-def turns(rotary: Rotary, positions: Tensor, valid: Tensor, ahead: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """cos and sin of all positions so far and `ahead` more, without the scaling, [P, R/2], and int32 positions, where
-    valid below P.
+def turns(rotary: Rotary, positions: Tensor, ahead: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """cos and sin of all positions so far and `ahead` more, without the scaling, [P, R/2], and int32 positions, all of
+    them below P: those of what is not valid are of older tokens.
     """
-    last = int(torch.where(valid, positions, 0).max()) if positions.numel() else 0
+    last = int(positions.max()) if positions.numel() else 0
     return *turn_table(rotary, 1 << (last + ahead).bit_length()), positions.int().contiguous()
 
 
@@ -356,7 +356,7 @@ def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tens
     nothing = positions.new_empty(0, dtype=torch.float32)
     seen = state.seen.long().contiguous()
     cpu.run("choice", "candidates", "Candidates", *given, None, None, seen, None, valid, guard, None, *sizes)
-    return valid, guard, nothing, nothing.clone()
+    return valid, guard, nothing, nothing.new_empty(0)
 
 
 def needed_scores(unlike: Tensor, expected: Tensor | None, reread: Tensor | None, valid: Tensor) -> Tensor:

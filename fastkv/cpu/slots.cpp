@@ -10,6 +10,7 @@ namespace {
 constexpr int TILE = 16;    // slots read at a time
 constexpr int STRETCH = 128;  // slots that a thread takes at a time
 constexpr int AT_ONCE = 4;  // queries for which a decoded vector is used while it is in a register
+
 constexpr int64_t ALONE = 1 << 18;  // products of a step, below which waking a thread takes longer than they do
 constexpr int GROUP = 32;   // numbers of a row of int4 that share a scale
 constexpr int LONGEST = 512;           // numbers of a row
@@ -283,16 +284,16 @@ struct Evicted {
     int64_t strides[6], number, halves;
 };
 
-// queries, out [batch, heads, rows, dim], lse and mass (of the evicted) [batch, heads, rows]; or none: bias [batch, heads,
+// queries, out [batch, heads, rows, dim]; or none: lse and mass (of the evicted) [batch, heads, rows], bias [batch, heads,
 // number] of logits of the first slots, sinks [heads, rows], received: what slots have received, whose strides are in
-// elements, of batch rows and heads.
+// elements, of batch rows and heads; cos, sin: as in `Rotating`, of queries and the token's fp32 keys before RoPE.
 struct Attention {
     Slots slots;
     Token token;
     Evicted evicted;
-    const float *queries, *bias, *sinks;
+    const float *queries, *bias, *sinks, *cos, *sin;
     float *out, *lse, *mass, *received;
-    int64_t received_strides[2];
+    int64_t received_strides[2], turn_stride;
     int64_t rows, number, threads;
     float scale;
 };
@@ -341,6 +342,54 @@ struct Part {
     int64_t place, first, last;
 };
 
+// Products of N queries with `number` rows of dim numbers, a multiple of FOUR, to out[n * width + row].
+template <int N>
+void multiply(const float* rows, int64_t number, int64_t dim, const float* query, float* out, int64_t width) {
+    constexpr int ABREAST = std::min(FOUR, std::max(1, SUMS / (N * PIECES) & ~1));  // rows at a time
+    for (int64_t first = 0; first < number; first += ABREAST) {
+        Native sums[N][ABREAST][PIECES] = {};
+        for (int64_t i = 0; i < dim; i += WIDE)
+            for (int p = 0; p < PIECES; ++p) {
+                Native theirs[ABREAST];
+                for (int j = 0; j < ABREAST; ++j) theirs[j] = native(rows + (first + j) * dim + i + p * NATIVE);
+                for (int n = 0; n < N; ++n) {
+                    Native numbers = native(query + n * dim + i + p * NATIVE);
+                    for (int j = 0; j < ABREAST; ++j) sums[n][j][p] += numbers * theirs[j];
+                }
+            }
+        for (int n = 0; n < N; ++n) totals(sums[n], out + n * width + first);
+    }
+}
+
+// Adds to out [N, dim] `number` rows of dim numbers, times weights[n * width + row].
+template <int N>
+void add(const float* rows, int64_t number, int64_t dim, const float* weights, int64_t width, float* out) {
+    for (int64_t i = 0; i < dim; i += WIDE) {
+        Native sums[N][PIECES];
+        for (int n = 0; n < N; ++n)
+            for (int p = 0; p < PIECES; ++p) sums[n][p] = native(out + n * dim + i + p * NATIVE);
+        for (int64_t j = 0; j < number; ++j)
+            for (int p = 0; p < PIECES; ++p) {
+                Native row = native(rows + j * dim + i + p * NATIVE);
+                for (int n = 0; n < N; ++n) sums[n][p] += weights[n * width + j] * row;
+            }
+        for (int n = 0; n < N; ++n)
+            for (int p = 0; p < PIECES; ++p) store_native(out + n * dim + i + p * NATIVE, sums[n][p]);
+    }
+}
+
+// Calls some(row, N) for the first of N queries, of all of them: N is AT_ONCE, then how many are left.
+template <typename Some>
+void grouped(int64_t rows, Some some) {
+    int64_t row = 0;
+    for (; row + AT_ONCE <= rows; row += AT_ONCE) some(row, std::integral_constant<int, AT_ONCE>());
+    switch (rows - row) {
+        case 3: return some(row, std::integral_constant<int, 3>());
+        case 2: return some(row, std::integral_constant<int, 2>());
+        case 1: return some(row, std::integral_constant<int, 1>());
+    }
+}
+
 template <typename Keys, typename Values>
 class Stretch {
     const Attention& all;
@@ -360,55 +409,6 @@ class Stretch {
                          all.slots.dim);
         for (int64_t i = count * all.slots.dim; i < TILE * all.slots.dim; i += WIDE) store(tile + i, Floats{});
         return tile;
-    }
-
-    // Products of N queries with the tile's rows, to out[n * width + row].
-    template <int N>
-    void multiply(const float* tile, const float* query, float* out) {
-        constexpr int ROWS = std::min(4, std::max(1, SUMS / (N * PIECES) & ~1));  // at a time
-        for (int first = 0; first < TILE; first += ROWS) {
-            Native sums[N][ROWS][PIECES] = {};
-            for (int64_t i = 0; i < all.slots.dim; i += WIDE)
-                for (int p = 0; p < PIECES; ++p) {
-                    Native rows[ROWS];
-                    for (int j = 0; j < ROWS; ++j) rows[j] = native(tile + (first + j) * all.slots.dim + i + p * NATIVE);
-                    for (int n = 0; n < N; ++n) {
-                        Native numbers = native(query + n * all.slots.dim + i + p * NATIVE);
-                        for (int j = 0; j < ROWS; ++j) sums[n][j][p] += numbers * rows[j];
-                    }
-                }
-            for (int n = 0; n < N; ++n)
-                for (int j = 0; j < ROWS; ++j) out[n * width + first + j] = total(sums[n][j]);
-        }
-    }
-
-    // Adds to out [N, dim] the tile's rows times weights[n * width + row].
-    template <int N>
-    void add(const float* tile, const float* weights, float* out) {
-        for (int64_t i = 0; i < all.slots.dim; i += WIDE) {
-            Native sums[N][PIECES];
-            for (int n = 0; n < N; ++n)
-                for (int p = 0; p < PIECES; ++p) sums[n][p] = native(out + n * all.slots.dim + i + p * NATIVE);
-            for (int j = 0; j < TILE; ++j)
-                for (int p = 0; p < PIECES; ++p) {
-                    Native row = native(tile + j * all.slots.dim + i + p * NATIVE);
-                    for (int n = 0; n < N; ++n) sums[n][p] += weights[n * width + j] * row;
-                }
-            for (int n = 0; n < N; ++n)
-                for (int p = 0; p < PIECES; ++p) store_native(out + n * all.slots.dim + i + p * NATIVE, sums[n][p]);
-        }
-    }
-
-    // Calls some(row, N) for the first of N queries, of all of them: N is AT_ONCE, then how many are left.
-    template <typename Some>
-    void grouped(Some some) {
-        int64_t row = 0;
-        for (; row + AT_ONCE <= all.rows; row += AT_ONCE) some(row, std::integral_constant<int, AT_ONCE>());
-        switch (all.rows - row) {
-            case 3: return some(row, std::integral_constant<int, 3>());
-            case 2: return some(row, std::integral_constant<int, 2>());
-            case 1: return some(row, std::integral_constant<int, 1>());
-        }
     }
 
     // The weights become e^(weight - the largest), 0 where that is -inf; returns the largest and sets their sum.
@@ -452,8 +452,8 @@ class Stretch {
         }
         for (int64_t first = 0; first < length; first += TILE) {
             const float* tile = read<Keys>(all.slots.keys, first);
-            grouped([&](int64_t row, auto some) {
-                multiply<decltype(some)::value>(tile, &queries[row * dim], weights + row * width + first);
+            grouped(rows, [&](int64_t row, auto some) {
+                multiply<decltype(some)::value>(tile, TILE, dim, &queries[row * dim], weights + row * width + first, width);
             });
         }
         for (int64_t row = 0; row < rows; ++row) {
@@ -465,8 +465,8 @@ class Stretch {
         }
         for (int64_t first = 0; first < length; first += TILE) {
             const float* tile = read<Values>(all.slots.values, first);
-            grouped([&](int64_t row, auto some) {
-                add<decltype(some)::value>(tile, weights + row * width + first, out + row * dim);
+            grouped(rows, [&](int64_t row, auto some) {
+                add<decltype(some)::value>(tile, TILE, dim, weights + row * width + first, width, out + row * dim);
             });
         }
     }
@@ -491,95 +491,86 @@ inline float product(const float* one, const float* other, int64_t dim) {
 // The centroids of a head, as `reference.centroid_estimate` weighs them.
 struct Weights {
     int64_t number, padded;
-    std::vector<float> biases, widths, logits;
+    std::vector<float> biases, widths;
 
     Weights(const float* counts, const float* spread, int64_t number, float scale)
         : number(number), padded((number + WIDE - 1) / WIDE * WIDE), biases(padded, -__builtin_inff()),
-          widths(padded, 0.0f), logits(padded) {
+          widths(padded, 0.0f) {
         for (int64_t i = 0; i < number; ++i) {
             biases[i] = __builtin_logf(counts[i] / 2);  // -inf for an unused centroid
             widths[i] = __builtin_sqrtf(spread[i] / std::max(counts[i], 1.0f)) * __builtin_fabsf(scale);
         }
     }
 
-    // logits: scale times products with a query of that length; they become shares of the mass. Returns: its log.
-    float share(float size) {
+    // logits [padded]: scale times products with a query of that length; they become shares of the mass. Returns: its
+    // log.
+    float share(float size, float* logits) const {
         for (int64_t i = 0; i < padded; i += NATIVE) {  // log cosh x + log 2 = x + log(1 + e^-2x), x >= 0
             Native deviation = size * native(&widths[i]), folded = log_of_one_plus(exponential(-2 * deviation));
-            store_native(&logits[i], native(&logits[i]) + native(&biases[i]) + deviation + folded);
+            store_native(logits + i, native(logits + i) + native(&biases[i]) + deviation + folded);
         }
-        const float top = largest_of(&logits[0], padded, -__builtin_inff());
-        if (top == -__builtin_inff()) return std::fill(logits.begin(), logits.end(), 0.0f), top;
+        const float top = largest_of(logits, padded, -__builtin_inff());
+        if (top == -__builtin_inff()) return std::fill_n(logits, padded, 0.0f), top;
         Native sums[PIECES] = {};
         for (int64_t i = 0; i < padded; i += NATIVE) {
-            store_native(&logits[i], exponential(native(&logits[i]) - top));
-            sums[i / NATIVE % PIECES] += native(&logits[i]);
+            store_native(logits + i, exponential(native(logits + i) - top));
+            sums[i / NATIVE % PIECES] += native(logits + i);
         }
         const float sum = total(sums);
-        for (int64_t i = 0; i < padded; i += NATIVE) store_native(&logits[i], native(&logits[i]) / sum);
+        for (int64_t i = 0; i < padded; i += NATIVE) store_native(logits + i, native(logits + i) / sum);
         return top + __builtin_logf(sum);
     }
 };
 
-// What attention over the evicted tokens of a head would give: `reference.centroid_estimate`, `moment_estimate`.
-class Estimate {
-    const Attention& all;
-    const Evicted& from;
-    int64_t dim, number;
-    const float *key_mean, *value_mean, *cross;  // of moments
-    float count;
-    std::vector<float> keys, values;
-    std::optional<Weights> weights;
-
-    const uint8_t* at(const uint8_t* part, int which, int64_t place, int64_t bytes) const {
-        return part + place / all.slots.heads * from.strides[which] + place % all.slots.heads * bytes;
-    }
-    const float* numbers_at(const uint8_t* part, int which, int64_t place, int64_t numbers) const {
-        return reinterpret_cast<const float*>(at(part, which, place, numbers * 4));
-    }
-
-    void read(const uint8_t* means, std::vector<float>& to) const {
-        to.resize(number * dim);
-        for (int64_t i = 0; i < number; ++i) {
-            if (from.halves)
-                Bfloat16::read(means + i * dim * 2, nullptr, &to[i * dim], dim);
-            else
-                Float32::read(means + i * dim * 4, nullptr, &to[i * dim], dim);
+// What attention over the evicted tokens of a head would give: `reference.centroid_estimate`, `moment_estimate`. Adds to
+// values [rows, dim], of zeros; masses [rows]: logs, -inf where nothing is added.
+void estimate(const Attention& all, int64_t place, float* values, float* masses) {
+    const Evicted& from = all.evicted;
+    const int64_t rows = all.rows, dim = all.slots.dim, heads = all.slots.heads;
+    const float* queries = all.queries + place * rows * dim;
+    auto at = [&](const uint8_t* part, int which, int64_t bytes) {
+        return part + place / heads * from.strides[which] + place % heads * bytes;
+    };
+    auto floats_at = [&](const uint8_t* part, int which, int64_t numbers) {
+        return reinterpret_cast<const float*>(at(part, which, numbers * sizeof(float)));
+    };
+    if (!from.number) {
+        const float *key_mean = floats_at(from.keys, KEYS, dim), *value_mean = floats_at(from.values, VALUES, dim);
+        const float* cross = from.cross ? floats_at(from.cross, CROSS, dim * dim) : nullptr;
+        const float count = float(*reinterpret_cast<const int64_t*>(at(from.whole, WHOLE, sizeof(int64_t))));
+        std::fill_n(masses, rows, -__builtin_inff());
+        for (int64_t row = 0; row < rows && count > 0; ++row, queries += dim, values += dim) {
+            std::copy_n(value_mean, dim, values);
+            for (int64_t i = 0; cross && i < dim; ++i) add(values, dim, cross + i * dim, queries[i] * all.scale / count);
+            masses[row] = __builtin_logf(count) + all.scale * product(queries, key_mean, dim);
         }
+        return;
     }
-
-  public:
-    Estimate(const Attention& all, int64_t place) : all(all), from(all.evicted), dim(all.slots.dim), number(from.number) {
-        if (!number) {
-            key_mean = numbers_at(from.keys, KEYS, place, dim);
-            value_mean = numbers_at(from.values, VALUES, place, dim);
-            cross = from.cross ? numbers_at(from.cross, CROSS, place, dim * dim) : nullptr;
-            count = float(*reinterpret_cast<const int64_t*>(at(from.whole, WHOLE, place, sizeof(int64_t))));
-            return;
-        }
-        const int64_t size = from.halves ? 2 : 4;
-        read(at(from.keys, KEYS, place, number * dim * size), keys);
-        read(at(from.values, VALUES, place, number * dim * size), values);
-        weights.emplace(numbers_at(from.count, COUNT, place, number), numbers_at(from.spread, SPREAD, place, number),
-                        number, all.scale);
+    const Weights weights(floats_at(from.count, COUNT, from.number), floats_at(from.spread, SPREAD, from.number),
+                          from.number, all.scale);
+    std::vector<float> means(weights.padded * dim), shares(rows * weights.padded);
+    auto read = [&](const uint8_t* part, int which) {
+        const int64_t size = dim * (from.halves ? sizeof(uint16_t) : sizeof(float));
+        const uint8_t* row = at(part, which, from.number * size);
+        for (int64_t i = 0; i < from.number; ++i, row += size)
+            (from.halves ? Bfloat16::read : Float32::read)(row, nullptr, &means[i * dim], dim);
+    };
+    read(from.keys, KEYS);
+    grouped(rows, [&](int64_t row, auto some) {
+        multiply<decltype(some)::value>(&means[0], weights.padded, dim, queries + row * dim, &shares[row * weights.padded],
+                                        weights.padded);
+    });
+    for (int64_t row = 0; row < rows; ++row) {
+        float* mine = &shares[row * weights.padded];
+        scale(mine, weights.padded, all.scale);
+        masses[row] = weights.share(__builtin_sqrtf(product(queries + row * dim, queries + row * dim, dim)), mine);
     }
-
-    // The log of the mass for a query [dim]; adds nothing to value [dim], of zeros, where that is -inf.
-    float operator()(const float* query, float* value) {
-        if (!number) {
-            if (!(count > 0)) return -__builtin_inff();
-            std::copy(value_mean, value_mean + dim, value);
-            for (int64_t i = 0; cross && i < dim; ++i) add(value, dim, cross + i * dim, query[i] * all.scale / count);
-            return __builtin_logf(count) + all.scale * product(query, key_mean, dim);
-        }
-        std::vector<float>& shares = weights->logits;
-        for (int64_t i = 0; i < number; ++i) shares[i] = all.scale * product(query, &keys[i * dim], dim);
-        const float mass = weights->share(__builtin_sqrtf(product(query, query, dim)));
-        if (mass == -__builtin_inff()) return mass;
-        for (int64_t i = 0; i < number; ++i) add(value, dim, &values[i * dim], shares[i]);
-        return mass;
-    }
-};
+    read(from.values, VALUES);
+    grouped(rows, [&](int64_t row, auto some) {
+        add<decltype(some)::value>(&means[0], from.number, dim, &shares[row * weights.padded], weights.padded,
+                                   values + row * dim);
+    });
+}
 
 // log(e^one + e^other), where -inf stands for nothing.
 inline float together(float one, float other) {
@@ -595,14 +586,15 @@ void weigh(const Weighing& all) {
 #pragma omp parallel for collapse(2) num_threads(all.threads)
     for (int64_t place = 0; place < all.places; ++place)
         for (int64_t part = 0; part < parts; ++part) {
-            Weights weights(all.count + place * all.number, all.spread + place * all.number, all.number, all.scale);
+            const Weights weights(all.count + place * all.number, all.spread + place * all.number, all.number, all.scale);
+            std::vector<float> own(weights.padded);
             for (int64_t row = part * SOME; row < std::min(all.rows, (part + 1) * SOME); ++row) {
                 const int64_t at = place * all.rows + row;
                 const float* query = all.queries + at * all.dim;
                 float* logits = all.logits + at * all.number;
-                for (int64_t i = 0; i < all.number; ++i) weights.logits[i] = all.scale * logits[i];
-                all.mass[at] = weights.share(__builtin_sqrtf(product(query, query, all.dim)));
-                std::copy_n(weights.logits.begin(), all.number, logits);
+                for (int64_t i = 0; i < all.number; ++i) own[i] = all.scale * logits[i];
+                all.mass[at] = weights.share(__builtin_sqrtf(product(query, query, all.dim)), own.data());
+                std::copy_n(own.begin(), all.number, logits);
             }
         }
 }
@@ -651,9 +643,9 @@ void join(const Attention& all, int64_t place, const Part* parts, int64_t number
           const float* sums, const float* weights) {
     const int64_t rows = all.rows, dim = all.slots.dim, heads = all.slots.heads, batch = place / heads,
                   head = place % heads;
-    std::vector<float> shares(number), mine(dim), value(dim);
-    std::optional<Estimate> estimate;
-    if (all.evicted.keys) estimate.emplace(all, place);
+    const bool evicted = all.evicted.keys != nullptr;
+    std::vector<float> shares(number), mine(dim), values(evicted ? rows * dim : 0), masses(rows, -__builtin_inff());
+    if (evicted) estimate(all, place, values.data(), masses.data());
     for (int64_t row = 0; row < rows; ++row) {
         const int64_t at = place * rows + row;
         float top = -__builtin_inff(), sum = 0;
@@ -669,22 +661,20 @@ void join(const Attention& all, int64_t place, const Part* parts, int64_t number
             add(&mine[0], dim, outs + (part * rows + row) * dim, shares[part]);
         }
         if (Values::TURNED) SINGLE.turn(&mine[0], dim);
-        float mass = -__builtin_inff(), total = lse, kept = 1;
-        if (estimate) {
-            std::fill(value.begin(), value.end(), 0.0f);
-            mass = (*estimate)(all.queries + at * dim, &value[0]);
-            total = together(lse, mass);
+        float total = lse, kept = 1;
+        if (evicted) {
+            total = together(lse, masses[row]);
             kept = share_of(lse, total);
             scale(&mine[0], dim, kept);
-            add(&mine[0], dim, &value[0], share_of(mass, total));
+            add(&mine[0], dim, &values[row * dim], share_of(masses[row], total));
         }
         if (all.sinks) {
             const float sunk = share_of(total, together(total, all.sinks[head * rows + row]));
             scale(&mine[0], dim, sunk);
             kept *= sunk;
         }
-        all.lse[at] = lse;
-        all.mass[at] = mass;
+        if (all.lse) all.lse[at] = lse;
+        if (all.mass) all.mass[at] = masses[row];
         std::copy(mine.begin(), mine.end(), all.out + at * dim);
         if (!all.received) continue;
         float* received = all.received + batch * all.received_strides[0] +
@@ -733,10 +723,19 @@ void append(const Slots& slots, const Token& token) {
 }
 
 template <typename Keys, typename Values>
-void attend(const Attention& all) {
+void attend(Attention all) {
     const Slots& slots = all.slots;
-    if (all.token.keys) append<Keys, Values>(slots, all.token);
     const int64_t places = slots.batch * slots.heads, rows = all.rows;
+    std::vector<float> turned;
+    if (all.cos) {
+        turned.resize(places * (rows + 1) * slots.dim);
+        float *queries = turned.data(), *keys = queries + places * rows * slots.dim;
+        rotate({all.queries, static_cast<const float*>(all.token.keys), queries, keys, all.cos, all.sin, slots.batch,
+                slots.heads * rows, slots.heads, slots.dim, all.turn_stride});
+        all.queries = queries;
+        all.token.keys = keys;
+    }
+    if (all.token.keys) append<Keys, Values>(slots, all.token);
     std::vector<Part> parts;
     std::vector<int64_t> begins;  // of each place, among the parts
     for (int64_t place = 0; place < places; ++place) {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import c_int64
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ MIXED = {
     Centroids: {"count": "count", "keys": "keys", "values": "values", "spread": "spread"},
     Moments: {"whole": "count", "keys": "key_mean", "values": "value_mean", "cross": "cross"},
 }
+PARTS = {kind: attrgetter(*names.values()) for kind, names in MIXED.items()}
+LAID = "keys", "values", "key_scales", "value_scales", "positions", "bias", "memory", "lengths", "starts"  # of slots
+laid_out, in_layer = attrgetter(*LAID), attrgetter(*(f"exact.{name}" for name in (*LAID, "attention")), "seen")
 
 
 def rows_at(part: Tensor | None, shared: bool) -> Any:
@@ -121,9 +124,7 @@ def told(slots: Slots) -> Any:
     """The slots for C++; None where a row is in several pieces, and unless what says which of them are whose is int32
     and heads lie side by side. The first question compiles.
     """
-    pairs = slots.keys, slots.values, slots.key_scales, slots.value_scales
-    things = (*pairs, slots.positions, slots.bias, slots.memory, slots.lengths, slots.starts)
-    standing, place = slots.standing, slots.keys.data_ptr()
+    things, standing, place = laid_out(slots), slots.standing, slots.keys.data_ptr()
     if standing is None or not standing.holds(things, place):
         slots.standing = standing = Told(things, place, described(slots))
     return standing.given
@@ -171,13 +172,17 @@ def mixes(known: Evicted | None) -> bool:
     return fits and all(tensor[0].is_contiguous() for tensor in known.tensors())
 
 
-def attention(state: LayerState, known: Evicted | None, dim: int) -> Any:
-    """What is the same for C++ in every step of a layer; None where `step` cannot be used."""
-    slots, standing = state.exact, state.standing
-    parts = () if known is None else tuple(getattr(known, part) for part in MIXED.get(type(known), {}).values())
-    things = told(slots), slots.attention, state.seen, *parts
-    if standing is None or not standing.holds(things, 0):
-        state.standing = standing = Told(things, 0, attending(state, known, dim))
+def attention(state: LayerState, spec: Spec, dim: int) -> Any:
+    """What is the same for C++ in every step of a layer; None where it cannot be used: with a softcap, tokens without
+    values, and what `attending` refuses.
+    """
+    if state.approx is not None or spec.softcap is not None:
+        return None
+    known, standing, place = spec.evicted(state), state.standing, state.exact.keys.data_ptr()
+    parts = PARTS.get(type(known))
+    every = in_layer(state) + ((known,) if parts is None else parts(known))
+    if standing is None or not standing.holds(every, place):
+        state.standing = standing = Told(every, place, attending(state, known, dim))
     return standing.given
 
 
@@ -199,48 +204,80 @@ def attending(state: LayerState, known: Evicted | None, dim: int) -> Any:
             given.evicted.strides[POINTERS.index(name)] = tensor.element_size() * tensor.stride(0)
     if isinstance(known, Centroids):
         given.evicted.number, given.evicted.halves = known.num, known.keys.dtype == torch.bfloat16
+    stored = PLAIN[slots.keys.dtype] if slots.format.plain else slots.format.name
+    given.dim, given.attend = dim, cpu.bound("slots", f"attend_{stored}", given)
     return given
+
+
+def stores(given: Any, slots: Slots) -> bool:
+    """Whether a token is stored in the same call: not in tensors of inference mode outside of it, as PyTorch has it."""
+    return bool(given.token.seen) and (torch.is_inference_mode_enabled() or not slots.lengths.is_inference())
+
+
+def run(given: Any, state: LayerState, spec: Spec, rows: int, *places: Tensor | None) -> None:
+    """One step in C++.
+
+    Args: rows: queries of a head.  places: queries, out, keys and values of the token, lse, mass, cos and sin of C++'s
+        Attention; None for none.
+    """
+    slots, sinks, token = state.exact, state.sink_logits, given.token
+    addresses = [None if one is None else one.data_ptr() for one in places]
+    given.queries, given.out, token.keys, token.values, given.lse, given.mass, given.cos, given.sin = addresses
+    bias = slots.biases(slots.filled)
+    bias = None if bias is None else dense(bias, torch.float32)
+    sinks = None if sinks is None else dense(sinks.detach(), torch.float32)
+    given.bias = None if bias is None else bias.data_ptr()
+    given.sinks = None if sinks is None else sinks.data_ptr()
+    given.rows, given.number, given.scale, given.threads = rows, slots.filled, spec.scale, torch.get_num_threads()
+    given.attend()
 
 
 def step(
     q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """`reference.decode_step`; None where it has to be done otherwise, and nothing has happened: with a softcap, tokens
-    without values, float64, and what `attending` refuses.
+    """`reference.decode_step`; None where it has to be done otherwise, and nothing has happened: in float64, and where
+    there is no `attention`.
     """
     (batch, num_heads, dim), slots = q.shape, state.exact
-    if state.approx is not None or spec.softcap is not None or q.dtype == torch.float64:
+    given = None if q.dtype == torch.float64 else attention(state, spec, dim)
+    if given is None:
         return None
-    found = attention(state, spec.evicted(state), dim)
-    if found is None:
-        return None
-    given = C.Attention.from_buffer_copy(found)
     rows = dense(q, torch.float32)
     out = torch.empty_like(rows)
     lse, mass = rows.new_empty(batch, num_heads), rows.new_empty(batch, num_heads)
-    given.queries, given.out, given.lse, given.mass = (t.data_ptr() for t in (rows, out, lse, mass))
     if k is not None and v is not None:
-        lengths = slots.lengths
-        # PyTorch refuses to write to tensors of inference mode outside of it.
-        if given.token.seen and (torch.is_inference_mode_enabled() or not lengths.is_inference()):
+        if stores(given, slots):
             stored = slots.keys.dtype if slots.format.plain else torch.float32
             k, v = dense(k, stored), dense(v, stored)
-            given.token.keys, given.token.values = k.data_ptr(), v.data_ptr()
         else:
             reference.append(slots, k, v, state.seen)
             state.seen.add_(1)
-    bias, sinks = slots.biases(slots.filled), state.sink_logits
-    if bias is not None:
-        bias = dense(bias, torch.float32)
-        given.bias = bias.data_ptr()
-    if sinks is not None:
-        sinks = dense(sinks.detach(), torch.float32)
-        given.sinks = sinks.data_ptr()
-    given.rows, given.number, given.scale = num_heads // slots.lengths.shape[1], slots.filled, spec.scale
-    given.threads = torch.get_num_threads()
-    name = PLAIN[slots.keys.dtype] if slots.format.plain else slots.format.name
-    cpu.call("slots", f"attend_{name}", given)
+            k = v = None
+    run(given, state, spec, num_heads // slots.lengths.shape[1], rows, out, k, v, lse, mass, None, None)
     return dense(out, q.dtype), lse, mass
+
+
+def step_before_rope(
+    q: Tensor, k: Tensor, v: Tensor, turns: tuple[Tensor, Tensor], state: LayerState, spec: Spec
+) -> Tensor | None:
+    """Attention of `step` [B, 1, Hq * D], whose token C++ turns as `rotated` does.
+
+    Args: q [B, 1, Hq * D], k and v [B, 1, Hkv * D], contiguous, fp32; turns: cos and sin [B or 1, 1, D].
+    Returns: None where it has to be done otherwise, and nothing has happened.
+    """
+    cos, sin = turns
+    slots, dim = state.exact, cos.shape[-1]
+    batch, heads = slots.lengths.shape
+    given = attention(state, spec, dim)
+    fits = q.shape[0] == batch and k.shape[-1] == v.shape[-1] == heads * dim
+    if given is None or given.dim != dim or not fits or not stores(given, slots):
+        return None
+    if slots.format.plain and slots.keys.dtype != torch.float32:
+        return None
+    cos, sin, out = dense(cos, torch.float32), dense(sin, torch.float32), torch.empty_like(q)
+    given.turn_stride = dim if cos.shape[0] > 1 else 0
+    run(given, state, spec, q.shape[-1] // (heads * dim), q, out, k, v, None, None, cos, sin)
+    return out
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:

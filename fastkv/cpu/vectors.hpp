@@ -1,5 +1,8 @@
 // Vectors of the compiler, which lowers them to what a processor has. The other files are compiled behind this one.
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -72,6 +75,26 @@ inline float total(const Native (&pieces)[PIECES]) {
     float parts[WIDE];
     for (int p = 0; p < PIECES; ++p) store_native(parts + p * NATIVE, pieces[p]);
     return total(parts);
+}
+
+constexpr int FOUR = 4;  // sums that are totalled together
+
+// The totals of some sums, which are vectors of PIECES; the same bits as of each by itself.
+template <int N>
+inline void totals(const Native (&sums)[N][PIECES], float* to) {
+#if defined(__AVX512F__)
+    if constexpr (N == FOUR) {
+        auto halves = [](__m512 one, __m512 other) {  // of both, added
+            return _mm512_shuffle_f32x4(one, other, 0x44) + _mm512_shuffle_f32x4(one, other, 0xEE);
+        };
+        auto first = halves((__m512)sums[0][0], (__m512)sums[1][0]), second = halves((__m512)sums[2][0], (__m512)sums[3][0]);
+        auto four = _mm512_shuffle_f32x4(first, second, 0x88) + _mm512_shuffle_f32x4(first, second, 0xDD);
+        auto two = four + _mm512_permute_ps(four, 0xEE), one = two + _mm512_permute_ps(two, 0x55);
+        _mm_storeu_ps(to, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, one)));
+        return;
+    }
+#endif
+    for (int n = 0; n < N; ++n) to[n] = total(sums[n]);
 }
 
 inline float total_of(Floats lanes) {

@@ -300,8 +300,9 @@ class LayerState:
 
     def fill(self) -> None:
         """Let the host count on no slot being free."""
-        for slots in self.tiers.values():
-            slots.filled = slots.limit
+        self.exact.filled = self.exact.limit
+        if self.approx is not None:
+            self.approx.filled = self.approx.limit
 
     def owners(self) -> Iterator[tuple[str, object]]:
         """The objects that have tensors of the state as attributes, with the prefix of their names."""

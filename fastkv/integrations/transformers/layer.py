@@ -141,6 +141,20 @@ class FastKVLayer(CacheLayerMixin):
             torch._assert_async(self.seen <= room, "the sequence is longer than the model's positions")
         return cache.step(q, k, v)
 
+    def step_before_rope(
+        self, q: Tensor, k: Tensor, v: Tensor, turns: tuple[Tensor, Tensor], how: Attends
+    ) -> Tensor | None:
+        """`update` and `step` in one, as `LayerCache.step_before_rope` has it."""
+        cache = self.cache
+        if self.awaited:
+            return None  # `update` says what is wrong
+        cache.configure(how)
+        out = cache.step_before_rope(q, k, v, turns, 0 if cache.static else self.seen + 1 - self.padding)
+        if out is not None:
+            self.named = False
+            self.seen += 1
+        return out
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, how: Attends, stock: Stock) -> Tensor:
         """Attention output for the tokens of a prompt, [B, Hq, T, Dv]; the cache afterwards includes them.
 

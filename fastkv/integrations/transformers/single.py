@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backend import autocast_dtype, implementation, resolve
+from ...backend import ON_CPU, implementation
 from ...cache.layout import Attends
 from . import modules
 from .cache import FastKVCache
@@ -27,7 +27,9 @@ def attention_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Forward of a patched attention module: passes its cache layer on, which attention functions are otherwise not
     given, unless the token is served here.
     """
-    cache = next((given for given in kwargs.values() if isinstance(given, FastKVCache)), None)
+    cache = kwargs.get(CACHE)
+    if not isinstance(cache, FastKVCache):
+        cache = next((given for given in kwargs.values() if isinstance(given, FastKVCache)), None)
     if cache is None:
         return self._fastkv_attention_forward(*args, **kwargs)
     layer = cache.layer_of(self.layer_idx)
@@ -41,31 +43,29 @@ def attention_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _served(module: Any, layer: FastKVLayer, given: dict[str, Any]) -> Tensor | None:
     """What the module makes of its arguments, of hidden states [B, 1, hidden]; None where its own forward has to."""
-    hidden = given["hidden_states"]
-    if not layer.decodes(hidden.shape[1]) or torch.is_grad_enabled() or autocast_dtype(hidden):
+    hidden, config = given["hidden_states"], layer.cache.config
+    served = type(hidden) is Tensor and hidden.is_cpu and hidden.dtype == torch.float32
+    if not served or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return None
-    if not hidden.is_cpu or hidden.dtype != torch.float32 or layer.cache.config.needs("output"):
+    if not layer.decodes(hidden.shape[1]) or config.backend not in ON_CPU or config.needs("output"):
         return None
     if module._fastkv_single is None and not _watched(module):
         module._fastkv_single = _how(module, layer, given) or False
-    tokens = _projected(module, hidden, given["position_embeddings"]) if module._fastkv_single else None
-    if tokens is None:
+    if not module._fastkv_single:
         return None
-    layer.update(*tokens[1:])
-    out: Tensor = module.o_proj(layer.step(*tokens, module._fastkv_single).reshape(len(hidden), 1, -1))
-    return out
+    q, k, v = _projected(module, hidden)
+    out = layer.step_before_rope(q, k, v, given["position_embeddings"], module._fastkv_single)
+    return None if out is None else module.o_proj(out)
 
 
-def _projected(module: Any, hidden: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Query [B, Hq, 1, D], key and value [B, Hkv, 1, D] of a token, as a forward like Llama's makes them; None where
-    nothing turns them faster.
-    """
-    shape = len(hidden), -1, 1, module.head_dim
-    q, k, v = (project(hidden).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj))
-    if "q_norm" in module._modules:  # hasattr of a module is slow to say no
-        q, k = module.q_norm(q), module.k_norm(k)
-    turned = implementation("rotated", "cpu", "cpu")(q, k, *turns)
-    return None if turned is None else (*turned, v)
+def _projected(module: Any, hidden: Tensor) -> list[Tensor]:
+    """Query [B, 1, Hq * D], key and value [B, 1, Hkv * D] of a token before RoPE, as Llama's forward makes them."""
+    parts = module._modules  # attributes of a module are found last
+    q, k, v = (parts[name](hidden) for name in ("q_proj", "k_proj", "v_proj"))
+    if "q_norm" in parts:
+        heads = -1, module.head_dim
+        q, k = parts["q_norm"](q.unflatten(-1, heads)).flatten(-2), parts["k_norm"](k.unflatten(-1, heads)).flatten(-2)
+    return [rows.contiguous() for rows in (q, k, v)]
 
 
 def _watched(module: Any) -> bool:
@@ -74,14 +74,16 @@ def _watched(module: Any) -> bool:
 
 
 def _how(module: Any, layer: FastKVLayer, given: dict[str, Any]) -> Attends | None:
-    """How a module attends, if its own forward hands on the bits that `_projected` makes of a token, too; else None."""
-    config, hidden, turns = layer.cache.config, given["hidden_states"], given.get("position_embeddings")
-    if not modules.is_like_llama(module) or resolve(config.backend, hidden.device) != "cpu":
-        return None
-    if not isinstance(turns, tuple) or any(turn.shape[-1] != module.head_dim for turn in turns):
+    """How a module attends, if its own forward hands on the bits that are made of a token here, too; else None."""
+    hidden, turns, dim = given["hidden_states"], given.get("position_embeddings"), getattr(module, "head_dim", 0)
+    if (
+        not modules.is_like_llama(module)
+        or not isinstance(turns, tuple)
+        or any(turn.shape[-1] != dim for turn in turns)
+    ):
         return None
     norm = getattr(module._modules.get("q_norm"), "weight", None)
-    if norm is not None and norm.numel() != module.head_dim:  # of all heads together, as OLMo 2's
+    if norm is not None and norm.numel() != dim:  # of all heads together, as OLMo 2's
         return None
     hidden, turns = hidden + 1, (turns[0] + 0.5, turns[1] + 0.5)  # not of position 0, which turns nothing
     handed: list[Any] = []
@@ -89,5 +91,6 @@ def _how(module: Any, layer: FastKVLayer, given: dict[str, Any]) -> Attends | No
     alone |= {"hidden_states": hidden, "position_embeddings": turns, "fastkv_handed": handed}
     module._fastkv_attention_forward(**alone)
     tokens, how = handed[0]
-    found = _projected(module, hidden, turns)
-    return how if found is not None and all(map(torch.equal, tokens, found)) else None
+    q, k, v = (rows.view(len(rows), -1, 1, dim) for rows in _projected(module, hidden))
+    turned = implementation("rotated", "cpu", "cpu")(q, k, *turns)
+    return how if turned is not None and all(map(torch.equal, tokens, (*turned, v))) else None
