@@ -195,8 +195,9 @@ class PagedLayer:
     """What `LayerCache` is for a batch in lock-step: every sequence has a clock of its own, which starts at the end of
     its prompt, and what becomes of it does not depend on the others. A row is the number of a sequence's page.
 
-    Attributes: state: views of all pages.  rule: how the layer attends and evicts.  num_heads: of queries.
-        at_once: sequences that evict, or are read, together.  starts: [1, Hkv + 1] of a page without tokens, by tier.
+    Attributes: state: views of all pages; chosen: of the rows of a batch.  rule: how the layer attends and evicts.
+        num_heads: of queries.  at_once: sequences that evict, or are read, together.  starts: [1, Hkv + 1] of a page
+        without tokens, by tier.  scratch: by the size of a batch and of its longest head.
     """
 
     def __init__(
@@ -221,15 +222,13 @@ class PagedLayer:
         empty = paged.form.allocate(1, pages.device)
         self.rule.layout.clear(empty)
         self.starts = {tier: slots.starts.clone() for tier, slots in empty.tiers.items() if slots.starts is not None}
+        self.chosen, self.scratch = self.state.at(self.state.seen[:0]), dict[tuple[int, int], list[Tensor]]()
         if self.rule.weight is not None:
             rotary = self.rule.config.rotations[self.rule.plan.layer]  # which layers that turn alike share
             table = shared.table(rotary, self.state.seen.device, shared.positions)
-            self.state.recovery = Recovery(self.rule.weight, *table)
-
-    @property
-    def _in_pages(self) -> bool:
-        """Whether sequences are read, and evict, one after another where they are: on a CPU, which copies nothing."""
-        return self.pages.device.type == "cpu" and resolve(self.rule.spec.backend, self.pages.device) != "triton"
+            self.state.recovery = self.chosen.recovery = Recovery(self.rule.weight, *table)
+        # Whether sequences are read, and evict, one after another where they are: on a CPU, which copies nothing.
+        self._in_pages = pages.device.type == "cpu" and resolve(self.rule.spec.backend, pages.device) != "triton"
 
     def clear(self, rows: Tensor) -> None:
         """New sequences are going to begin in these rows, [F] int64."""
@@ -314,10 +313,14 @@ class PagedLayer:
         return out
 
     def _at(self, rows: Tensor) -> LayerState:
-        """The state for a batch in these rows, with scratch; the host counts on no slot being free."""
-        state = self.state.at(rows)
+        """The state for a batch in these rows, until the next; the host counts on no slot being free."""
+        state = self.chosen
+        state.rows = rows
         state.fill()
-        state.scratch = self.shared.scratch_of(self.num_heads, state, self.rule.spec)
+        sized = rows.shape[0], state.exact.limit  # which heads that trade slots change
+        if sized not in self.scratch:
+            self.scratch[sized] = self.shared.scratch_of(self.num_heads, state, self.rule.spec)
+        state.scratch = self.scratch[sized]
         return state
 
 

@@ -80,12 +80,15 @@ def showing(visible: Tensor) -> Tensor:
 
 
 def decode_step(
-    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
+    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.decode_step`, in one compiled call where there is one."""
-    if state.rows is not None:
+    """`reference.decode_step`, in one compiled call where there is one.
+
+    Args: out: where attention may be written to.
+    """
+    found = compiled_slots.step(q, k, v, state, spec, out)
+    if found is None and state.rows is not None:
         return decode_step_of_rows(q, k, v, state, spec)
-    found = compiled_slots.step(q, k, v, state, spec)
     return reference.decode_step(q, k, v, state, spec) if found is None else found
 
 

@@ -286,16 +286,22 @@ struct Evicted {
 
 // queries, out [batch, heads, rows, dim]; or none: lse and mass (of the evicted) [batch, heads, rows], bias [batch, heads,
 // number] of logits of the first slots, sinks [heads, rows], received: what slots have received, whose strides are in
-// elements, of batch rows and heads; cos, sin: as in `Rotating`, of queries and the token's fp32 keys before RoPE.
+// elements, of batch rows and heads; cos, sin: as in `Rotating`, of queries and the token's fp32 keys before RoPE;
+// chosen [batch]: the row of the state that each batch row lives in, 0 for none; without it the same one.
 struct Attention {
     Slots slots;
     Token token;
     Evicted evicted;
+    const int64_t* chosen;
+    int64_t batch;
     const float *queries, *bias, *sinks, *cos, *sin;
     float *out, *lse, *mass, *received;
     int64_t received_strides[2], turn_stride;
     int64_t rows, number, threads;
     float scale;
+
+    int64_t state_row(int64_t row) const { return chosen ? chosen[row] : row; }
+    bool is_nobody(int64_t row) const { return chosen && !chosen[row]; }
 };
 
 // valid, kept [batch, heads, number]: which are tokens, and which stay; known likewise: a number of each, for the memory,
@@ -434,7 +440,7 @@ class Stretch {
 
     // weights: room for [rows, STRETCH] numbers.
     Stretch(const Attention& all, const Part& part, Room& rooms, float* weights)
-        : all(all), batch(part.place / all.slots.heads), head(part.place % all.slots.heads), place(part.place),
+        : all(all), batch(all.state_row(part.place / all.slots.heads)), head(part.place % all.slots.heads), place(part.place),
           first_slot(all.slots.first_of(batch, head) + part.first), begin(part.first),
           length(part.last - part.first), width((length + TILE - 1) / TILE * TILE), room(rooms[0]), queries(rooms[1]),
           weights(weights) {
@@ -529,7 +535,7 @@ void estimate(const Attention& all, int64_t place, float* values, float* masses)
     const int64_t rows = all.rows, dim = all.slots.dim, heads = all.slots.heads;
     const float* queries = all.queries + place * rows * dim;
     auto at = [&](const uint8_t* part, int which, int64_t bytes) {
-        return part + place / heads * from.strides[which] + place % heads * bytes;
+        return part + all.state_row(place / heads) * from.strides[which] + place % heads * bytes;
     };
     auto floats_at = [&](const uint8_t* part, int which, int64_t numbers) {
         return reinterpret_cast<const float*>(at(part, which, numbers * sizeof(float)));
@@ -641,9 +647,9 @@ void rotate(const Rotating& all) {
 template <typename Values>
 void join(const Attention& all, int64_t place, const Part* parts, int64_t number, const float* outs, const float* tops,
           const float* sums, const float* weights) {
-    const int64_t rows = all.rows, dim = all.slots.dim, heads = all.slots.heads, batch = place / heads,
-                  head = place % heads;
-    const bool evicted = all.evicted.keys != nullptr;
+    const int64_t rows = all.rows, dim = all.slots.dim, heads = all.slots.heads, head = place % heads;
+    const int64_t batch = all.state_row(place / heads);
+    const bool evicted = all.evicted.keys && !all.is_nobody(place / heads);
     std::vector<float> shares(number), mine(dim), values(evicted ? rows * dim : 0), masses(rows, -__builtin_inff());
     if (evicted) estimate(all, place, values.data(), masses.data());
     for (int64_t row = 0; row < rows; ++row) {
@@ -676,7 +682,7 @@ void join(const Attention& all, int64_t place, const Part* parts, int64_t number
         if (all.lse) all.lse[at] = lse;
         if (all.mass) all.mass[at] = masses[row];
         std::copy(mine.begin(), mine.end(), all.out + at * dim);
-        if (!all.received) continue;
+        if (!all.received || !number) continue;
         float* received = all.received + batch * all.received_strides[0] +
                           (all.slots.starts ? all.slots.first_of(batch, head) : head * all.received_strides[1]);
         for (int64_t part = 0; part < number; ++part) {
@@ -706,11 +712,15 @@ const void* row_of(const void* rows, int64_t place, int64_t dim) {
 
 // Stores the token in the first free slot of every head that has one.
 template <typename Keys, typename Values>
-void append(const Slots& slots, const Token& token) {
-    for (int64_t batch = 0; batch < slots.batch; ++batch) {
+void append(const Attention& all) {
+    const Slots& slots = all.slots;
+    const Token& token = all.token;
+    for (int64_t row = 0; row < all.batch; ++row) {
+        if (all.is_nobody(row)) continue;
+        const int64_t batch = all.state_row(row);
         int64_t& seen = token.seen[batch * token.seen_stride];
         for (int64_t head = 0; head < slots.heads; ++head) {
-            const int64_t place = batch * slots.heads + head;
+            const int64_t place = row * slots.heads + head;
             const int64_t slot = slots.first_of(batch, head) + slots.length_of(batch, head);
             if (slot >= slots.end_of(batch, head)) continue;
             put<Keys>(row_of<Keys>(token.keys, place, slots.dim), slots.dim, slots.keys, batch, head, slot);
@@ -725,22 +735,23 @@ void append(const Slots& slots, const Token& token) {
 template <typename Keys, typename Values>
 void attend(Attention all) {
     const Slots& slots = all.slots;
-    const int64_t places = slots.batch * slots.heads, rows = all.rows;
+    const int64_t places = all.batch * slots.heads, rows = all.rows;
     std::vector<float> turned;
     if (all.cos) {
         turned.resize(places * (rows + 1) * slots.dim);
         float *queries = turned.data(), *keys = queries + places * rows * slots.dim;
-        rotate({all.queries, static_cast<const float*>(all.token.keys), queries, keys, all.cos, all.sin, slots.batch,
+        rotate({all.queries, static_cast<const float*>(all.token.keys), queries, keys, all.cos, all.sin, all.batch,
                 slots.heads * rows, slots.heads, slots.dim, all.turn_stride});
         all.queries = queries;
         all.token.keys = keys;
     }
-    if (all.token.keys) append<Keys, Values>(slots, all.token);
+    if (all.token.keys) append<Keys, Values>(all);
     std::vector<Part> parts;
     std::vector<int64_t> begins;  // of each place, among the parts
     for (int64_t place = 0; place < places; ++place) {
         begins.push_back(parts.size());
-        const int64_t length = std::min<int64_t>(slots.length_of(place), all.number);
+        const int64_t row = place / slots.heads, used = slots.length_of(all.state_row(row), place % slots.heads);
+        const int64_t length = all.is_nobody(row) ? 0 : std::min(used, all.number);
         for (int64_t first = 0; first < length; first += STRETCH)
             parts.push_back({place, first, std::min(first + STRETCH, length)});
     }

@@ -214,15 +214,17 @@ def stores(given: Any, slots: Slots) -> bool:
     return bool(given.token.seen) and (torch.is_inference_mode_enabled() or not slots.lengths.is_inference())
 
 
-def run(given: Any, state: LayerState, spec: Spec, rows: int, *places: Tensor | None) -> None:
+def run(given: Any, state: LayerState, spec: Spec, batch: int, rows: int, *places: Tensor | None) -> None:
     """One step in C++.
 
     Args: rows: queries of a head.  places: queries, out, keys and values of the token, lse, mass, cos and sin of C++'s
         Attention; None for none.
     """
-    slots, sinks, token = state.exact, state.sink_logits, given.token
+    slots, sinks, token, chosen = state.exact, state.sink_logits, given.token, state.rows
     addresses = [None if one is None else one.data_ptr() for one in places]
     given.queries, given.out, token.keys, token.values, given.lse, given.mass, given.cos, given.sin = addresses
+    chosen = None if chosen is None else dense(chosen, torch.int64)
+    given.batch, given.chosen = batch, None if chosen is None else chosen.data_ptr()
     bias = slots.biases(slots.filled)
     bias = None if bias is None else dense(bias, torch.float32)
     sinks = None if sinks is None else dense(sinks.detach(), torch.float32)
@@ -233,17 +235,19 @@ def run(given: Any, state: LayerState, spec: Spec, rows: int, *places: Tensor | 
 
 
 def step(
-    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
+    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """`reference.decode_step`; None where it has to be done otherwise, and nothing has happened: in float64, and where
-    there is no `attention`.
+    """`reference.decode_step`; None where it has to be done otherwise, and nothing has happened: in float64, where
+    there is no `attention`, and in chosen rows of slots with biases.
+
+    Args: into: where attention may be written to, [B, Hq, D].
     """
     (batch, num_heads, dim), slots = q.shape, state.exact
     given = None if q.dtype == torch.float64 else attention(state, spec, dim)
-    if given is None:
+    if given is None or (state.rows is not None and not stores(given, slots)):
         return None
     rows = dense(q, torch.float32)
-    out = torch.empty_like(rows)
+    out = torch.empty_like(rows) if into is None or into.dtype != rows.dtype or not into.is_contiguous() else into
     lse, mass = rows.new_empty(batch, num_heads), rows.new_empty(batch, num_heads)
     if k is not None and v is not None:
         if stores(given, slots):
@@ -253,8 +257,8 @@ def step(
             reference.append(slots, k, v, state.seen)
             state.seen.add_(1)
             k = v = None
-    run(given, state, spec, num_heads // slots.lengths.shape[1], rows, out, k, v, lse, mass, None, None)
-    return dense(out, q.dtype), lse, mass
+    run(given, state, spec, batch, num_heads // slots.lengths.shape[1], rows, out, k, v, lse, mass, None, None)
+    return out if out is into else dense(out, q.dtype), lse, mass
 
 
 def step_before_rope(
@@ -276,7 +280,7 @@ def step_before_rope(
         return None
     cos, sin, out = dense(cos, torch.float32), dense(sin, torch.float32), torch.empty_like(q)
     given.turn_stride = dim if cos.shape[0] > 1 else 0
-    run(given, state, spec, q.shape[-1] // (heads * dim), q, out, k, v, None, None, cos, sin)
+    run(given, state, spec, batch, q.shape[-1] // (heads * dim), q, out, k, v, None, None, cos, sin)
     return out
 
 

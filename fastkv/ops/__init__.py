@@ -52,10 +52,11 @@ decode_step = opaque(lambda q, k, v, state, spec: _attended(q, state.exact.value
 @opaque(nothing, changes=("out", "state"))
 def decode_into(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, state: LayerState, spec: Spec) -> None:
     """`decode_step`, whose attention is written into `out` [B, Hq, Dv]. Kernel: one launch, if that is contiguous."""
-    if resolve(spec.backend, q.device) == "triton":
-        made, _, _ = implementation("decode_step", "triton", q.device.type)(q, k, v, state, spec, out)
-    else:
+    backend = resolve(spec.backend, q.device)
+    if backend == "reference":
         made, _, _ = decode_step(q, k, v, state, spec)
+    else:
+        made, _, _ = implementation("decode_step", backend, q.device.type)(q, k, v, state, spec, out)
     if made is not out:
         out.copy_(made)
 
