@@ -238,19 +238,20 @@ def step(
     q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """`reference.decode_step`; None where it has to be done otherwise, and nothing has happened: in float64, where
-    there is no `attention`, and in chosen rows of slots with biases.
+    there is no `attention`, and in chosen rows of slots with biases. Of another batch the reference says what is wrong.
 
     Args: into: where attention may be written to, [B, Hq, D].
     """
     (batch, num_heads, dim), slots = q.shape, state.exact
-    given = None if q.dtype == torch.float64 else attention(state, spec, dim)
-    if given is None or (state.rows is not None and not stores(given, slots)):
+    given = None if q.dtype == torch.float64 or batch != state.batch else attention(state, spec, dim)
+    storing = given is not None and stores(given, slots)
+    if given is None or (state.rows is not None and not storing):
         return None
     rows = dense(q, torch.float32)
     out = torch.empty_like(rows) if into is None or into.dtype != rows.dtype or not into.is_contiguous() else into
     lse, mass = rows.new_empty(batch, num_heads), rows.new_empty(batch, num_heads)
     if k is not None and v is not None:
-        if stores(given, slots):
+        if storing:
             stored = slots.keys.dtype if slots.format.plain else torch.float32
             k, v = dense(k, stored), dense(v, stored)
         else:
