@@ -172,7 +172,7 @@ def check_backend(
         raise FastKVError(f"{what} cannot run: {problem}; use backend='reference'")
 
 
-MESHES = ("_device_mesh", "device_mesh")  # the second in transformers 5.10
+MESHES = ("_device_mesh", "device_mesh")  # the second in transformers 5.17
 
 
 @dataclass(frozen=True)

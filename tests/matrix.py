@@ -1,8 +1,8 @@
 """Run the integration tests on several versions of transformers and the kernels on several versions of triton.
 
     python -m tests.matrix                                     all of it: each version goes to build/matrix with pip
-    python -m tests.matrix --only transformers-5.10.0          one of them; what others found before stays recorded
-    python -m tests.matrix --with transformers-5.10.0=DIR      DIR has that version already (pip install --target DIR)
+    python -m tests.matrix --only transformers-5.17.0          one of them; what others found before stays recorded
+    python -m tests.matrix --with transformers-5.17.0=DIR      DIR has that version already (pip install --target DIR)
     python -m tests.matrix --here                              the tests of every day, with what this environment has
 
 A version lies in a directory of its own that is put before the environment's packages; nothing is installed into the
@@ -60,7 +60,6 @@ class Target:
 
 
 TARGETS = (
-    Target("transformers-5.10.0", "transformers==5.10.0", INTEGRATION),
     Target("transformers-5.17.0", "transformers==5.17.0", INTEGRATION),
     Target("transformers-newest", "transformers", INTEGRATION),
     Target("triton-3.6.0", "triton==3.6.0", chips=COMPILED),

@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 import transformers as hf
-from transformers.cache_utils import Cache
 
 import fastkv
 from fastkv.calibration import describe, fingerprint
@@ -14,7 +13,6 @@ from fastkv.calibration.fits import QueryCalibration
 from fastkv.integrations.transformers.layer import FastKVLayer
 from fastkv.policies import QueryStatistics
 
-ROLLS_BACK = hasattr(Cache, "activate_past_recording")  # whether transformers announces roll-backs: from 5.14 on
 VOCAB = 98
 SHAPE = {
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,

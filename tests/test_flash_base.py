@@ -32,7 +32,6 @@ def packages(monkeypatch):
     monkeypatch.setattr(flash, "is_flash_attn_2_available", lambda *args, **kwargs: True)
     monkeypatch.setattr(flash, "_loaded_implementation", None)
     monkeypatch.setattr(hub, "is_kernels_available", lambda *args, **kwargs: True)
-    monkeypatch.setattr(hub, "_kernels_available", True, raising=False)  # how transformers 5.10 remembers it
     monkeypatch.setattr(hub, "get_kernel", lambda name, *args, **kwargs: flash_attn.package(name))
     mapping = ALL_ATTENTION_FUNCTIONS._global_mapping
     before = dict(mapping)

@@ -6,7 +6,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastkv
 
-from .models import ROLLS_BACK, build, generate, policy, prompt, small
+from .models import build, generate, policy, prompt, small
 from .pairwise import covering
 from .test_exact import snapshot
 
@@ -77,7 +77,7 @@ def test_the_model_is_as_good_as_new(place, mode, tmp_path):
 def test_two_readings_and_drafts(name, tmp_path):
     """Interrupted while the prompt is read a second time (KVzip), or while drafts await a verdict, if any do."""
     ids, mask = prompt(1, 50, (0,))
-    options = {} if name == "kvzip" or not ROLLS_BACK else {"prompt_lookup_num_tokens": 3}
+    options = {} if name == "kvzip" else {"prompt_lookup_num_tokens": 3}
     expected = generate(patched(name, "whole", tmp_path), ids, mask, new=NEW, **options)
     model = patched(name, "whole", tmp_path)
     for call in (1, 2, 4):

@@ -12,7 +12,7 @@ import fastkv
 from fastkv import Budget
 from fastkv.integrations.transformers.attention import fastkv_attention
 
-from .models import ROLLS_BACK, build, generate, prompt, raises
+from .models import build, generate, prompt, raises
 from .test_exact import snapshot
 
 ARGUMENTS = {
@@ -239,8 +239,7 @@ def with_layer(use, *args):
 
 CHUNKS = generating(prefill_chunk_size=16)
 USES = {
-    # Before 5.14 the model itself is refused, before its assistant is asked.
-    "patched assistant": ({}, with_assistant, "cannot be the assistant" if ROLLS_BACK else "transformers >= 5.14"),
+    "patched assistant": ({}, with_assistant, "cannot be the assistant"),
     "drafts for kvzip": ({"policy": "kvzip"}, generating(prompt_lookup_num_tokens=3),
                          "which a second reading and Budget.* compress at once"),
     **{

@@ -22,7 +22,7 @@ from fastkv.backend import Parallel
 from fastkv.integrations.transformers import serialization as saved
 
 from .conftest import examples
-from .models import ROLLS_BACK, build, compressed_layers, generate, policy, prompt, raises
+from .models import build, compressed_layers, generate, policy, prompt, raises
 from .pairwise import each
 from .processes import run
 from .test_head_shares import shares_of
@@ -159,7 +159,6 @@ def test_kernels_and_reference_read_each_others_files(tmp_path):
                 assert (tmp_path / "again").read_bytes() == files[read_by].read_bytes()
 
 
-@pytest.mark.skipif(not ROLLS_BACK, reason="needs transformers >= 5.14; before, assisted decoding is refused")
 def test_what_may_still_be_rolled_back_is_not_saved(tmp_path):
     model = fastkv.patch(build("gemma3"), "keydiff", small(), evict_every=EVERY)
     cache = FastKVCache(model)

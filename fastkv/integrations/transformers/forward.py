@@ -18,7 +18,6 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 from torch.nn import Module
-from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 
 from ...errors import FastKVError
@@ -272,8 +271,6 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
                 "assisted decoding may take back part of the prompt, which a second reading and Budget(quality=...) "
                 "compress at once; use another policy and budget or decode without an assistant"
             )
-        if not hasattr(Cache, "activate_past_recording"):
-            raise FastKVError("assisted decoding needs transformers >= 5.14, which announces roll-backs; update it")
         # The sliding-window layers of 5.17 announce roll-backs but fail in them, so asking for a method does not tell.
         if not cache.fully_compressed and Version(transformers.__version__) < SLIDING_ROLLBACK:
             raise FastKVError(

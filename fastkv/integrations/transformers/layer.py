@@ -114,8 +114,6 @@ class FastKVLayer(CacheLayerMixin):
         """No maximum."""
         return -1
 
-    get_max_cache_shape = get_max_length  # the name until transformers 5.13
-
     # Attention.
 
     def decodes(self, num: int) -> bool:
@@ -253,7 +251,7 @@ class FastKVLayer(CacheLayerMixin):
         if drop and pending is None:  # what was accepted is compressed
             raise FastKVError(
                 "a compressed cache cannot be cropped because evicted pairs are gone; start from a new cache, or use "
-                "assisted decoding with transformers >= 5.14, which announces roll-backs"
+                "assisted decoding, which announces roll-backs"
             )
         if pending is not None and drop > (num := pending.k.shape[2]):
             raise FastKVError(
@@ -263,7 +261,7 @@ class FastKVLayer(CacheLayerMixin):
         return int(drop)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Roll back the last -tokens_to_remove tokens; a positive number is the length to keep (until 5.12)."""
+        """Roll back the last -tokens_to_remove tokens; a positive number is the length to keep (until 5.18)."""
         drop = self.dropped(tokens_to_remove)
         if self.cache.pending is None:
             return

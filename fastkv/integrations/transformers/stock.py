@@ -17,6 +17,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
 from transformers.generation.utils import ALL_CACHE_NAMES
@@ -28,9 +29,9 @@ from ...cache import fixed
 # The argument that a cache is passed in, and the name of it in what comes back; the first until 5.23.
 BEFORE, NOW = "past_key_values", "cache"
 CACHE = NOW if NOW in ALL_CACHE_NAMES else BEFORE
-NEWER = ("DummyLayer", "LinearAttentionAndSlidingWindowAttentionLayer")  # 5.10 has neither
-NEWER_LAYERS = [vars(cache_utils)[name] for name in NEWER if name in vars(cache_utils)]
-LEFT = (DynamicSlidingWindowLayer, LinearAttentionLayer, *NEWER_LAYERS)  # bounded already, or empty: stay as they are
+DUMMIES = [vars(cache_utils)[name] for name in ("DummyLayer",) if name in vars(cache_utils)]  # 5.17 has none
+# Bounded already, or empty: stay as they are.
+LEFT = (DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer, *DUMMIES)
 COMPRESSED = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
 PAIRS = ("keys", "values")
 STATES = ("conv_states", "recurrent_states")
@@ -81,11 +82,9 @@ def places(layer: Any) -> Iterator[tuple[str, Any, Any]]:
     for name in PAIRS if isinstance(layer, DynamicLayer) else ():
         if isinstance(held.get(name), Tensor):
             yield name, held, name
-    for name in STATES:  # one tensor until transformers 5.13, then as many as the layer has states
-        states = held.get(name)
-        if isinstance(states, Tensor):
-            yield f"{name}.0", held, name
-        for place, state in (states or {}).items() if isinstance(states, dict) else ():
+    for name in STATES:
+        states = held.get(name) or {}
+        for place, state in states.items():
             if isinstance(state, Tensor):
                 yield f"{name}.{place}", states, place
 
