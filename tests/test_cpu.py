@@ -19,7 +19,7 @@ from fastkv.rotary import Rotary
 
 from .conftest import examples
 from .models import raises
-from .states import compiled_step, copied, in_slab, make_spec, make_state, shrink, sinks
+from .states import assert_same, compiled_step, copied, in_slab, make_spec, make_state, shrink, sinks
 
 SCALE = 0.3
 CASES = settings(max_examples=examples(300), deadline=None)
@@ -107,6 +107,17 @@ def test_a_step(slab, problem, dtype, watched, parts, append):
     assert torch.equal(mine.seen, theirs.seen)
     if watched:
         close(mine.exact.attention, theirs.exact.attention, 20 * limit)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_step_of_another_batch_than_the_state_s_is_refused(batch):
+    """C++ would look behind tensors, or pass over sequences."""
+    keys, lengths = torch.randn(2, 3, 8, 16), torch.full((2, 3), 4, dtype=torch.int32)
+    state = make_state(keys, keys.clone(), lengths, torch.zeros(2, 3, 8, dtype=torch.int32))
+    q, k, before = torch.randn(batch, 6, 16), torch.randn(batch, 3, 1, 16), copied(state)
+    with pytest.raises(RuntimeError, match="must match the existing size"):
+        cpu.decode_step(q, k, k, state, make_spec(SCALE))
+    assert_same(state, before)
 
 
 @pytest.mark.parametrize("name", ["exact.keys", "exact.lengths", "seen", "centroids.keys", "centroids.count"])
